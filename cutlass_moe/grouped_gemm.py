@@ -1,0 +1,103 @@
+"""Grouped GEMM: the rows of each expert times that expert's weights, with an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cutlass_moe import checks, reference
+from cutlass_moe.config import GemmSpec
+from epilogues import Epilogue, Identity
+
+
+@torch.compiler.disable(reason="an epilogue is a Python object, which an operator's schema can't hold")
+def grouped_gemm(
+    a_MK: Tensor,
+    b: Tensor | tuple[Tensor, Tensor],
+    expert_offsets_E1: Tensor,
+    *,
+    epilogue: Epilogue | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    row_index: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`out[r] = epilogue(a[r] @ b[e].T)` for the rows r of each expert e, in fp32 and rounded once.
+
+    Runs eagerly: under `torch.compile` it is a graph break (`fused_experts` is one operator and is none).
+
+    Args:
+        a_MK: bfloat16 or float16 [M, K], rows grouped by expert; rows may be strided, 16-byte aligned.
+        b: [E, N, K] of the same dtype, last dimension contiguous, other strides multiples of 8 elements; for
+            an epilogue of two accumulators a pair (gate, up) of such tensors with equal strides. N and K are
+            multiples of 8.
+        expert_offsets_E1: int32 [E + 1], ascending, not past M: expert e has the rows from `[e]` up to
+            `[e + 1]`.
+        epilogue: an `epilogues.Epilogue`; `Identity()` when None.
+        tensors: the epilogue's tensors by name, [M] each, contiguous.
+        row_index: int32 [M], for an epilogue that scatters: row r is stored at row `row_index[r]` of `out`.
+            The indices of kept rows must be distinct and within `out`.
+        out: [M, N], or [any, N] where the epilogue scatters; rows may be strided, 16-byte aligned.
+
+    Returns:
+        `out`, or a new [M, N] tensor. Rows that no expert has (for a scattering epilogue: that no index
+        names) are not written.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
+    """
+    epilogue = Identity() if epilogue is None else epilogue
+    weights = (b,) if isinstance(b, Tensor) else tuple(b)
+    tensors = {} if tensors is None else dict(tensors)
+    checks.check_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out)
+    if out is None:
+        out = a_MK.new_empty(a_MK.shape[0], weights[0].shape[1])
+    checks.check_grouped_gemm_memory(a_MK, weights, out)
+    if a_MK.shape[0] == 0:
+        return out
+    if not a_MK.is_cuda:
+        reference.grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out)
+        return out
+    with torch.cuda.device(a_MK.device):
+        row_tensors = [tensors[declared.name] for declared in epilogue.tensors]
+        launch_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, row_tensors, row_index, out)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _gemm_kernel(
+    dtype: torch.dtype, rows: int, experts: int, features: int, reduction: int, epilogue: Epilogue
+) -> Callable[..., None]:
+    # Imported on first launch: the CPU implementation needs neither TVM-FFI nor the kernel library.
+    from cutlass_moe.aot.load import get_kernel
+    from cutlass_moe.heuristics import choose_gemm_config
+
+    config = choose_gemm_config(rows, experts, features, reduction, epilogue.accumulators)
+    return get_kernel(GemmSpec(str(dtype).removeprefix("torch."), config, epilogue))
+
+
+def launch_grouped_gemm(
+    a_MK: Tensor,
+    weights: Sequence[Tensor],
+    expert_offsets_E1: Tensor,
+    epilogue: Epilogue,
+    row_tensors: Sequence[Tensor],
+    row_index_M: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Multiplies checked CUDA tensors with M > 0; `row_tensors` are in the order of `epilogue.tensors`."""
+    rows, reduction = a_MK.shape
+    experts, features, _ = weights[0].shape
+    kernel = _gemm_kernel(a_MK.dtype, rows, experts, features * len(weights), reduction, epilogue)
+    kernel(
+        checks.canonical_strides(a_MK),
+        checks.canonical_strides(weights[0]),
+        checks.canonical_strides(weights[1]) if len(weights) > 1 else None,
+        expert_offsets_E1,
+        tuple(row_tensors) or None,
+        row_index_M,
+        checks.canonical_strides(out),
+        checks.hopper_sm_count(a_MK.device),
+    )

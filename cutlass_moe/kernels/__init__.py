@@ -1,0 +1,1 @@
+"""Device code in the CUTLASS Python DSL, one file a kernel. Importing any of these modules imports the DSL."""

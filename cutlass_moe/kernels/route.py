@@ -1,0 +1,178 @@
+"""route: stable counting sort of the (token, slot) pairs by expert, without a host synchronisation.
+
+Slot t * K + k names its expert; an id outside [0, E) drops the slot. Rows are numbered expert by expert and, within an
+expert, in slot order, so the result depends on nothing but the ids.
+
+Two kernels: `count_kernel` counts each chunk's slots by expert; `place_kernel` adds up the counts before its own chunk and
+ranks the slots within it. One chunk needs only the second. Integer counters in shared memory are the only atomics: their
+sums do not depend on the order.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutlass_moe.config import CHUNK_SLOTS, MAX_EXPERTS
+from cutlass_moe.kernels import tile_scheduler
+
+THREADS = CHUNK_SLOTS  # one slot a thread and round
+DROPPED = -1
+
+
+@cute.jit
+def expert_of(expert_id: cutlass.Numeric, experts: Int32) -> Int32:
+    """The expert that an id names, or DROPPED. Compares in the id's own width: an int64 beyond 2^31 must not wrap."""
+    expert = Int32(DROPPED)
+    if expert_id >= 0 and expert_id < experts:
+        expert = Int32(expert_id)
+    return expert
+
+
+@cute.jit
+def count_equal_before(experts_S: cute.Tensor, position: Int32, limit: Int32) -> Int32:
+    """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a whole warp."""
+    mine = experts_S[position]
+    count = Int32(0)
+    for i in cutlass.range(limit, unroll=8):
+        if experts_S[i] == mine and i < position:
+            count += 1
+    return count
+
+
+@cute.jit
+def chunk_rounds(slots: Int32, chunks: Int32) -> Int32:
+    """Rounds of CHUNK_SLOTS slots that each chunk takes, so that `chunks` of them cover all slots."""
+    return cute.ceil_div(cute.ceil_div(slots, CHUNK_SLOTS), chunks)
+
+
+@cute.kernel
+def count_kernel(ids_M: cute.Tensor, chunk_counts_CE: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    chunk, _, _ = cute.arch.block_idx()
+    chunks, experts = chunk_counts_CE.shape
+    slots = cute.size(ids_M)
+    s_counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
+    for e in cutlass.range(thread, experts, THREADS):
+        s_counts[e] = Int32(0)
+    cute.arch.sync_threads()
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    rounds = chunk_rounds(slots, chunks)
+    for r in cutlass.range(rounds):
+        slot = (chunk * rounds + r) * THREADS + thread
+        if slot < slots:
+            expert = expert_of(ids_M[slot], experts)
+            if expert >= 0:
+                cute.arch.atomic_add(s_counts.iterator + expert, Int32(1))
+    cute.arch.sync_threads()
+    for e in cutlass.range(thread, experts, THREADS):
+        chunk_counts_CE[chunk, e] = s_counts[e]
+
+
+@cute.kernel
+def place_kernel(
+    ids_M: cute.Tensor,
+    weights_M: cute.Tensor | None,
+    expert_offsets_E1: cute.Tensor,
+    row_slot_M: cute.Tensor,
+    slot_row_M: cute.Tensor,
+    row_weight_M: cute.Tensor | None,
+    chunk_counts_CE: cute.Tensor,
+):
+    thread, _, _ = cute.arch.thread_idx()
+    chunk, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    chunks, experts = chunk_counts_CE.shape
+    slots = cute.size(ids_M)
+    smem = SmemAllocator()
+    s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
+    s_next_row = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
+    s_experts = smem.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
+    for e in cutlass.range(thread, experts, THREADS):
+        s_offsets[e] = Int32(0)
+    cute.arch.sync_threads()
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+
+    # Totals of each expert, and how many of them lie in earlier chunks.
+    if chunks == 1:
+        if thread < slots:
+            expert = expert_of(ids_M[thread], experts)
+            if expert >= 0:
+                cute.arch.atomic_add(s_offsets.iterator + expert, Int32(1))
+        for e in cutlass.range(thread, experts, THREADS):
+            s_next_row[e] = Int32(0)
+    else:
+        for e in cutlass.range(thread, experts, THREADS):
+            total = Int32(0)
+            before = Int32(0)
+            for c in cutlass.range(chunks, unroll=16):
+                count = chunk_counts_CE[c, e]
+                total += count
+                if c < chunk:
+                    before += count
+            s_offsets[e] = total
+            s_next_row[e] = before
+    cute.arch.sync_threads()
+    if warp == 0:
+        tile_scheduler.prefix_sum_by_warp(s_offsets, experts, cute.arch.lane_idx())
+    cute.arch.sync_threads()
+    for e in cutlass.range(thread, experts, THREADS):
+        s_next_row[e] = s_next_row[e] + s_offsets[e]
+    if chunk == 0:
+        for e in cutlass.range(thread, experts + 1, THREADS):
+            expert_offsets_E1[e] = s_offsets[e]
+
+    rounds = chunk_rounds(slots, chunks)
+    for r in cutlass.range(rounds):
+        slot = (chunk * rounds + r) * THREADS + thread
+        expert = Int32(DROPPED)
+        if slot < slots:
+            expert = expert_of(ids_M[slot], experts)
+        s_experts[thread] = expert
+        cute.arch.sync_threads()
+        if expert >= 0:
+            row = s_next_row[expert] + count_equal_before(s_experts, thread, warp * 32 + 32)
+            row_slot_M[row] = slot
+            slot_row_M[slot] = row
+            if cutlass.const_expr(weights_M is not None):
+                row_weight_M[row] = weights_M[slot].to(cutlass.Float32)
+        elif slot < slots:
+            slot_row_M[slot] = Int32(DROPPED)
+        cute.arch.sync_threads()
+        if expert >= 0:
+            cute.arch.atomic_add(s_next_row.iterator + expert, Int32(1))
+
+
+@cute.jit
+def route(
+    ids_M: cute.Tensor,
+    weights_M: cute.Tensor | None,
+    expert_offsets_E1: cute.Tensor,
+    row_slot_M: cute.Tensor,
+    slot_row_M: cute.Tensor,
+    row_weight_M: cute.Tensor | None,
+    chunk_counts_CE: cute.Tensor,
+    stream,
+):
+    """Sorts the slots by expert.
+
+    Args:
+        ids_M: expert id of each slot, int32 or int64.
+        weights_M: routing weight of each slot, or None.
+        expert_offsets_E1: out, int32: first row of each expert, then the number of rows.
+        row_slot_M: out, int32: the slot of each row; unset past the last row.
+        slot_row_M: out, int32: the row of each slot, -1 where it is dropped.
+        row_weight_M: out, fp32: the routing weight of each row, or None.
+        chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks.
+    """
+    chunks, _ = chunk_counts_CE.shape
+    if chunks > 1:
+        count_kernel(ids_M, chunk_counts_CE).launch(
+            grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+    place_kernel(
+        ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE
+    ).launch(grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)

@@ -1,0 +1,100 @@
+"""Which tile a CTA works on: integer logic over the experts' row counts, read on the device.
+
+Every function here is plain integer arithmetic on tensors, so it also runs on the host: the CPU tests call the very source
+that the kernels use. Only `prefix_sum_by_warp` needs a warp.
+
+An expert's rows are split evenly over the fewest tiles of at most `tile_tokens` rows, so 257 rows under a width of 256 are two
+tiles of 136 and 121 rows, not one of 256 and one of 1. Work is numbered expert by expert; within an expert neighbouring
+numbers are the token tiles of one weight tile, so that a weight tile is read from HBM once and then from L2.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+ROW_GRANULE = 8  # token rows in one swizzle atom: tiles of one expert start at multiples of it
+
+
+@cute.jit
+def count_token_tiles(rows: Int32, tile_tokens: cutlass.Constexpr[int]) -> Int32:
+    """Token tiles of an expert with `rows` rows."""
+    return (rows + (tile_tokens - 1)) // tile_tokens
+
+
+@cute.jit
+def split_rows(rows: Int32, tiles: Int32) -> Int32:
+    """Rows of each but the last of an expert's `tiles` token tiles."""
+    share = (rows + tiles - 1) // tiles
+    return (share + (ROW_GRANULE - 1)) // ROW_GRANULE * ROW_GRANULE
+
+
+@cute.jit
+def find_expert(tile_starts_E1: cute.Tensor, experts: Int32, token_tile: Int32) -> Int32:
+    """The expert that holds token tile `token_tile`: the last e with tile_starts_E1[e] <= token_tile."""
+    low = Int32(0)
+    high = experts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tile_starts_E1[middle] <= token_tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cute.jit
+def locate_tile(
+    work: Int32,
+    feature_tiles: Int32,
+    experts: Int32,
+    offsets_E1: cute.Tensor,
+    tile_starts_E1: cute.Tensor,
+):
+    """Work number `work` -> (expert, feature tile, first row, rows).
+
+    Args:
+        work: 0 <= work < tile_starts_E1[experts] * feature_tiles.
+        feature_tiles: tiles of the weight rows (of a whole cluster).
+        offsets_E1: first row of each expert, then the number of rows.
+        tile_starts_E1: token tiles before each expert, then their number.
+    """
+    expert = find_expert(tile_starts_E1, experts, work // feature_tiles)
+    first_tile = tile_starts_E1[expert]
+    token_tiles = tile_starts_E1[expert + 1] - first_tile
+    inner = work - first_tile * feature_tiles
+    feature_tile = inner // token_tiles
+    token_tile = inner - feature_tile * token_tiles
+    first_row = offsets_E1[expert]
+    rows = offsets_E1[expert + 1] - first_row
+    share = split_rows(rows, token_tiles)
+    begin = token_tile * share
+    end = cutlass.min(begin + share, rows)
+    return expert, feature_tile, first_row + begin, end - begin
+
+
+@cute.jit
+def prefix_sum_by_warp(table: cute.Tensor, length: Int32, lane: Int32):
+    """In place, by the 32 lanes of one warp: table[i] becomes table[0] + ... + table[i - 1], for 0 <= i <= length.
+
+    `table` has length + 1 entries in shared memory, the last one unset. Each lane adds up one contiguous segment; the
+    segments are then scanned across the warp.
+    """
+    segment = (length + 31) // 32
+    begin = cutlass.min(lane * segment, length)
+    end = cutlass.min(begin + segment, length)
+    total = Int32(0)
+    for i in cutlass.range(begin, end):
+        total += table[i]
+    inclusive = total
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
+        if lane >= (1 << step):
+            inclusive += below
+    running = inclusive - total
+    for i in cutlass.range(begin, end):
+        count = table[i]
+        table[i] = running
+        running += count
+    if lane == 31:
+        table[length] = inclusive

@@ -1,0 +1,143 @@
+"""The layer and its steps in plain torch: the CPU implementation of each operator, and the fp32 truth.
+
+`route`, `permute`, `grouped_gemm`, `combine` and `experts` round where the kernels round (each GEMM's output
+once, the sum once) and compute in fp32 in between. `reference_experts` rounds nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cutlass_moe.checks import activation_epilogue
+from epilogues import Epilogue, RoutingScale, TorchOps
+
+
+def reference_experts(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """The layer in fp32 from the given inputs, with no rounding in between: `[..., H]` float32.
+
+    Takes the arguments of `fused_experts` on any device and of any floating dtype. Upcasts one expert's
+    weights at a time. On CUDA it synchronises, and is fp32 only while `torch.backends.cuda.matmul.allow_tf32`
+    is False (torch's default).
+    """
+    epilogue = activation_epilogue(activation)
+    hidden, top_k = x.shape[-1], topk_ids.shape[-1]
+    x_TH = x.reshape(-1, hidden)
+    tokens = x_TH.shape[0]
+    ids_TK = topk_ids.reshape(tokens, top_k)
+    weights_TK = topk_weights.reshape(tokens, top_k).float()
+    y_TKH = torch.zeros(tokens, top_k, hidden, dtype=torch.float32, device=x.device)
+    for expert in range(w_gate.shape[0]):
+        token, slot = torch.nonzero(ids_TK == expert, as_tuple=True)
+        if len(token) == 0:
+            continue
+        rows = x_TH[token].float()
+        h = epilogue.math(TorchOps, rows @ w_gate[expert].float().T, rows @ w_up[expert].float().T)
+        y_TKH[token, slot] = (h @ w_down[expert].float().T) * weights_TK[token, slot, None]
+    return y_TKH.sum(dim=1).view(x.shape)
+
+
+def route(
+    ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Stable counting sort of the slots by expert id; ids outside [0, num_experts) drop their slot.
+
+    Returns:
+        `expert_offsets_E1` int32, `row_slot_M` int32, `slot_row_TK` int32 (-1 for a dropped slot) and, where
+        weights are given, `row_weight_M` float32. Rows past the last kept one hold -1 and weight 0.
+    """
+    ids_M = ids_TK.reshape(-1)
+    kept_M = (ids_M >= 0) & (ids_M < num_experts)
+    expert_M = torch.where(kept_M, ids_M, num_experts).long()
+    slot_M = torch.argsort(expert_M, stable=True)
+    counts_E = torch.bincount(expert_M, minlength=num_experts + 1)[:num_experts]
+    expert_offsets_E1 = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids_TK.device)
+    expert_offsets_E1[1:] = counts_E.cumsum(0)
+    rows = int(expert_offsets_E1[-1])
+    row_slot_M = slot_M.to(torch.int32)
+    row_slot_M[rows:] = -1
+    slot_row_M = torch.full_like(row_slot_M, -1)
+    slot_row_M[slot_M[:rows]] = torch.arange(rows, dtype=torch.int32, device=ids_TK.device)
+    row_weight_M = None
+    if weights_TK is not None:
+        row_weight_M = weights_TK.reshape(-1).float()[slot_M]
+        row_weight_M[rows:] = 0
+    return expert_offsets_E1, row_slot_M, slot_row_M.view(ids_TK.shape), row_weight_M
+
+
+def permute(x_TH: Tensor, slot_row_TK: Tensor) -> Tensor:
+    """`x_MH[slot_row[t, k]] = x[t]`; rows that no slot has are zero."""
+    x_MH = x_TH.new_zeros(slot_row_TK.numel(), x_TH.shape[1])
+    token, slot = torch.nonzero(slot_row_TK >= 0, as_tuple=True)
+    x_MH[slot_row_TK[token, slot]] = x_TH[token]
+    return x_MH
+
+
+def grouped_gemm(
+    a_MK: Tensor,
+    weights: Sequence[Tensor],
+    expert_offsets_E1: Tensor,
+    epilogue: Epilogue,
+    tensors: Mapping[str, Tensor],
+    row_index_M: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Each expert's rows times its weights in fp32, the epilogue's own formula, one rounding into `out`."""
+    for expert, (start, stop) in enumerate(pairwise(expert_offsets_E1.tolist())):
+        if start == stop:
+            continue
+        rows = a_MK[start:stop].float()
+        accumulators = [rows @ weight[expert].float().T for weight in weights]
+        values = {name: tensor[start:stop, None].float() for name, tensor in tensors.items()}
+        result = epilogue.math(TorchOps, *accumulators, **values).to(out.dtype)
+        if row_index_M is None:
+            out[start:stop] = result
+        else:
+            out[row_index_M[start:stop].long()] = result
+
+
+def combine(y_MH: Tensor, slot_row_TK: Tensor) -> Tensor:
+    """Sum over each token's kept slots in slot order in fp32, one rounding. Rows of dropped slots are not
+    read into it."""
+    tokens, top_k = slot_row_TK.shape
+    y_TKH = y_MH.view(tokens, top_k, y_MH.shape[1])
+    out_TH = torch.zeros(tokens, y_MH.shape[1], dtype=torch.float32, device=y_MH.device)
+    for slot in range(top_k):
+        out_TH += torch.where(slot_row_TK[:, slot, None] >= 0, y_TKH[:, slot].float(), 0.0)
+    return out_TH.to(y_MH.dtype)
+
+
+def experts(
+    x_TH: Tensor,
+    w_gate_EIH: Tensor,
+    w_up_EIH: Tensor,
+    w_down_EHI: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    activation: str,
+) -> Tensor:
+    """The layer from the steps above: the CPU implementation of `fused_experts`."""
+    offsets_E1, row_slot_M, slot_row_TK, row_weight_M = route(
+        topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0]
+    )
+    assert row_weight_M is not None
+    x_MH = permute(x_TH, slot_row_TK)
+    h_MI = x_TH.new_empty(x_MH.shape[0], w_gate_EIH.shape[1])
+    grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, activation_epilogue(activation), {}, None, h_MI)
+    y_MH = torch.empty_like(x_MH)
+    grouped_gemm(
+        h_MI, (w_down_EHI,), offsets_E1, RoutingScale(), {"row_weight": row_weight_M}, row_slot_M, y_MH
+    )
+    return combine(y_MH, slot_row_TK)

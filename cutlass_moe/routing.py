@@ -1,0 +1,90 @@
+"""Routing: which row of the grouped GEMMs each (token, slot) pair becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_moe import checks
+from cutlass_moe.config import RouteSpec, route_chunks
+
+
+class RoutingPlan(NamedTuple):
+    """The (token, slot) pairs, M = T * K of them, sorted by expert. `slot` counts pairs: `slot = t * K + k`.
+
+    Attributes:
+        expert_offsets_E1: int32 [E + 1]. Expert e has the rows from `[e]` up to `[e + 1]`; `[E]` is the
+            number of kept slots.
+        row_slot_M: int32 [M], the slot of each row; within an expert, rows are in slot order. Unspecified
+            from row `[E]` on.
+        slot_row_TK: int32 [T, K], the row of each slot, -1 where the slot is dropped.
+        row_weight_M: float32 [M], the routing weight of each row, or None. Unspecified from row `[E]` on.
+        num_experts: E.
+    """
+
+    expert_offsets_E1: Tensor
+    row_slot_M: Tensor
+    slot_row_TK: Tensor
+    row_weight_M: Tensor | None
+    num_experts: int
+
+
+def plan_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None = None) -> RoutingPlan:
+    """Sorts (token, slot) pairs by expert: stable, deterministic, without waiting for the device.
+
+    Args:
+        topk_ids: int32 or int64 [..., K]; leading dimensions are flattened to T. An id outside
+            [0, num_experts) drops its slot.
+        num_experts: from 1 to 512.
+        topk_weights: float32, bfloat16 or float16 [..., K], or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
+    """
+    checks.check_plan_routing(topk_ids, num_experts, topk_weights)
+    top_k = topk_ids.shape[-1]
+    tokens = math.prod(topk_ids.shape[:-1])
+    if topk_ids.dim() != 2:
+        topk_ids = topk_ids.reshape(tokens, top_k)
+        topk_weights = None if topk_weights is None else topk_weights.reshape(tokens, top_k)
+    *tables, row_weight_M = torch.ops.cutlass_moe.plan_routing(topk_ids, topk_weights, num_experts)
+    offsets_E1, row_slot_M, slot_row_TK = tables
+    return RoutingPlan(
+        offsets_E1, row_slot_M, slot_row_TK, None if topk_weights is None else row_weight_M, num_experts
+    )
+
+
+@lru_cache
+def _route_kernel(id_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Callable[..., None]:
+    # Imported on first launch: the CPU implementation needs neither TVM-FFI nor the kernel library.
+    from cutlass_moe.aot.load import get_kernel
+
+    weight_name = None if weight_dtype is None else str(weight_dtype).removeprefix("torch.")
+    return get_kernel(RouteSpec(str(id_dtype).removeprefix("torch."), weight_name))
+
+
+def launch_route(
+    topk_ids_TK: Tensor, topk_weights_TK: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Routes checked CUDA tensors with T * K > 0. Returns the tensors of a `RoutingPlan`."""
+    slots = topk_ids_TK.numel()
+    # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
+    # that take strides.
+    ids_M = checks.canonical_strides(topk_ids_TK.contiguous().view(slots))
+    expert_offsets_E1 = ids_M.new_empty(num_experts + 1, dtype=torch.int32)
+    row_slot_M = ids_M.new_empty(slots, dtype=torch.int32)
+    slot_row_M = ids_M.new_empty(slots, dtype=torch.int32)
+    chunk_counts_CE = ids_M.new_empty(route_chunks(slots), num_experts, dtype=torch.int32)
+    if topk_weights_TK is None:
+        weights_M = row_weight_M = None
+    else:
+        weights_M = checks.canonical_strides(topk_weights_TK.contiguous().view(slots))
+        row_weight_M = ids_M.new_empty(slots, dtype=torch.float32)
+    kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
+    kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
+    return expert_offsets_E1, row_slot_M, slot_row_M.view(topk_ids_TK.shape), row_weight_M

@@ -1,0 +1,57 @@
+"""Arithmetic of the roofline: the work of a layer, its speed of light, and the score of a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ELEMENT_BYTES = 2  # bf16 and fp16
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What a device can do at most: TB/s read from memory, dense bf16 TFLOP/s."""
+
+    read_TBps: float
+    dense_TFLOPs: float
+
+
+H200_DATASHEET = Roofs(read_TBps=4.8, dense_TFLOPs=989.5)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that one call of the layer must do."""
+
+    flops: int
+    bytes: int
+
+    def sol_ms(self, roofs: Roofs) -> float:
+        """Speed of light: the longer of arithmetic at the full rate and traffic at the full bandwidth."""
+        return max(self.flops / (roofs.dense_TFLOPs * 1e9), self.bytes / (roofs.read_TBps * 1e9))
+
+    def tflops(self, ms: float) -> float:
+        return self.flops / (ms * 1e9)
+
+    def tbps(self, ms: float) -> float:
+        return self.bytes / (ms * 1e9)
+
+
+def layer_work(*, tokens: int, top_k: int, hidden: int, intermediate: int, experts_hit: int) -> Work:
+    """Work of the layer: three products of `[T*K, H]` by `[H, I]` size; the weights of every expert that is hit
+    read once, x read once, the output written once."""
+    return Work(
+        flops=6 * tokens * top_k * hidden * intermediate,
+        bytes=ELEMENT_BYTES * (3 * experts_hit * hidden * intermediate + 2 * tokens * hidden),
+    )
+
+
+def sol_score(ms: float, sol_ms: float, baseline_ms: float) -> float | None:
+    """`1 / (1 + (t - t_sol) / (t_base - t_sol))`: 1 at the speed of light, 0.5 at the baseline.
+
+    None where it has no meaning: a baseline at or under the speed of light, or a time so far under it that
+    the denominator is not positive.
+    """
+    room = baseline_ms - sol_ms
+    if room <= 0 or ms - sol_ms + room <= 0:
+        return None
+    return 1 / (1 + (ms - sol_ms) / room)

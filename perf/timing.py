@@ -1,0 +1,119 @@
+"""Timing on a CUDA device: cold caches, events, graph replay, and everything that is compared in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+FLUSH_BYTES = 256 * 2**20  # several times the L2 of any Hopper GPU
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, 10th and 90th percentile in ms, and over how many repeats."""
+
+    ms: float
+    p10_ms: float
+    p90_ms: float
+    repeats: int
+
+    @classmethod
+    def of(cls, times_ms: list[float]) -> Spread:
+        if len(times_ms) == 1:
+            return cls(times_ms[0], times_ms[0], times_ms[0], 1)
+        deciles = statistics.quantiles(times_ms, n=10, method="inclusive")
+        return cls(statistics.median(times_ms), deciles[0], deciles[-1], len(times_ms))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How long to go on: until `budget_s` is spent, from `least` to `most` turns."""
+
+    least: int = 7
+    most: int = 50
+    budget_s: float = 2.0
+    warm_up: int = 2
+
+
+def time_in_turns(
+    timers: Mapping[str, Callable[[], float]], turns: Turns, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Spread]:
+    """Times all contenders in turns, so that each meets the same clocks and temperature.
+
+    Args:
+        timers: for each contender a function that runs it once and returns the ms it took.
+    """
+    for _ in range(turns.warm_up):
+        for timer in timers.values():
+            timer()
+    times_ms: dict[str, list[float]] = {name: [] for name in timers}
+    start = clock()
+    done = 0
+    while done < turns.least or (done < turns.most and clock() - start < turns.budget_s):
+        for name, timer in timers.items():
+            times_ms[name].append(timer())
+        done += 1
+    return {name: Spread.of(values) for name, values in times_ms.items()}
+
+
+class Stopwatch:
+    """Times single calls on the current stream of a CUDA device, with none of their data in the L2 cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def device_ms(self, call: Callable[[], object]) -> float:
+        """Device time of a call that costs the host little, such as a graph replay: it is queued behind the
+        cache flush, which hides the host's part."""
+        self._flush_cache()
+        return self._timed_ms(call)
+
+    def eager_ms(self, call: Callable[[], object]) -> float:
+        """Time of a call that meets an idle device: the host's part before and between launches counts."""
+        self._flush_cache()
+        torch.cuda.synchronize(self._device)
+        return self._timed_ms(call)
+
+    def _flush_cache(self) -> None:
+        # The write evicts what was cached; the read leaves clean lines: writing dirty ones back would be
+        # charged to the call.
+        self._flush.fill_(1)
+        self._flush.amax()
+
+    def _timed_ms(self, call: Callable[[], object]) -> float:
+        self._start.record()
+        call()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end)
+
+
+@dataclass(frozen=True)
+class Captured(Generic[T]):
+    """A call in a CUDA graph; `output` is what the call returned, overwritten by each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    output: T
+
+    @classmethod
+    def of(cls, call: Callable[[], T]) -> Captured[T]:
+        """Captures `call`, after one eager call in which libraries do what a capture forbids."""
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call()
+        return cls(graph, output)
+
+    def replay(self) -> None:
+        self.graph.replay()
