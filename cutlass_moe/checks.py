@@ -148,9 +148,7 @@ def check_grouped_gemm(
     _check_epilogue_tensors(a_MK, epilogue, tensors)
     if epilogue.scatter:
         if row_index is None:
-            raise ValueError(
-                f"row_index must be given: epilogue {epilogue.name} stores each row at its index"
-            )
+            raise ValueError(f"row_index must be given: epilogue {epilogue.name} stores each row at its index")
         _check_tensor("row_index", row_index, "M", (torch.int32,), a_MK.device)
         _check_shape("row_index", row_index, "M", (rows,))
         _check_contiguous("row_index", row_index)
@@ -243,9 +241,7 @@ def _check_shape(name: str, tensor: Tensor, symbols: str, expected: Sequence[int
         raise _shape_error(name, tensor, symbols, expected)
 
 
-def _check_kind(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device | None
-) -> None:
+def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
     """Type, dtype, device and gradient; the rank is the caller's business."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -296,9 +292,7 @@ def _check_rows(name: str, tensor: Tensor) -> None:
     nothing."""
     strides = tensor.stride()
     if strides[-1] != 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension (stride 1), got strides {_list(strides)}"
-        )
+        raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got strides {_list(strides)}")
     for dim in range(tensor.dim() - 1):
         if strides[dim] % ALIGNMENT_ELEMENTS and tensor.shape[dim] > 1:
             raise ValueError(
@@ -327,9 +321,7 @@ def _check_hidden_states(x: Tensor) -> None:
     _check_rows("x", x)
 
 
-def _check_routing(
-    ids_name: str, ids: Tensor, weights_name: str, weights: Tensor | None, x: Tensor | None
-) -> None:
+def _check_routing(ids_name: str, ids: Tensor, weights_name: str, weights: Tensor | None, x: Tensor | None) -> None:
     """Expert ids and routing weights, [..., K] each, their leading dimensions those of `x` where it is
     given."""
     _check_kind(ids_name, ids, ID_DTYPES, None if x is None else x.device)
@@ -362,9 +354,7 @@ def _check_row_walk(name: str, tensor: Tensor) -> None:
         if row_stride is None or span is None:
             row_stride = span = strides[dim]
         elif strides[dim] != span:
-            raise ValueError(
-                f"{name} must be viewable as [T, H] without a copy, got strides {_list(strides)}"
-            )
+            raise ValueError(f"{name} must be viewable as [T, H] without a copy, got strides {_list(strides)}")
         span *= shape[dim]
     if row_stride is not None and row_stride < shape[-1]:
         raise ValueError(f"{name} must have rows that do not overlap, got strides {_list(strides)}")
@@ -401,9 +391,7 @@ def _check_epilogue_tensors(a_MK: Tensor, epilogue: Epilogue, tensors: dict[str,
 def _check_address(name: str, tensor: Tensor) -> None:
     address = tensor.data_ptr()
     if address % ALIGNMENT_BYTES:
-        raise ValueError(
-            f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got address {address:#x}"
-        )
+        raise ValueError(f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got address {address:#x}")
 
 
 def _check_no_overlap(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

@@ -30,9 +30,7 @@ def combine(y_MH: Tensor, plan_or_slot_row_TK: RoutingPlan | Tensor, out: Tensor
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
     slot_row_TK = (
-        plan_or_slot_row_TK.slot_row_TK
-        if isinstance(plan_or_slot_row_TK, RoutingPlan)
-        else plan_or_slot_row_TK
+        plan_or_slot_row_TK.slot_row_TK if isinstance(plan_or_slot_row_TK, RoutingPlan) else plan_or_slot_row_TK
     )
     checks.check_combine(y_MH, slot_row_TK, out)
     if out is None:

@@ -13,9 +13,10 @@ MAX_CHUNKS = 128  # beyond this many chunks each CTA ranks several in turn, so t
 REDUCTION_TILE = 64  # elements of the reduction dimension in one stage: one 128-byte swizzle line
 SHARED_MEMORY_BYTES = 227 * 1024  # what one CTA may use on compute capability 9.0
 BARRIER_BYTES = 1024  # mbarriers and alignment slack
-STORE_TOKENS = 32  # tokens that a consumer warpgroup transposes at a time; two buffers alternate
 STORE_PAD = 8  # elements after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
+CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
+MAX_ACCUMULATOR_REGISTERS = 192  # of the 232 that a consumer thread has
 
 
 def route_chunks(slots: int) -> int:
@@ -28,14 +29,18 @@ class GemmConfig:
     """Tile shape of one grouped GEMM kernel: `tile_features` weight rows by up to `token_widths[-1]` tokens a CTA.
 
     Attributes:
-        tile_features: weight rows (WGMMA M) of a CTA tile: 64 or 128, one consumer warpgroup for each 64.
-        token_widths: ascending WGMMA N widths compiled into the kernel; a tile takes the narrowest that holds its tokens.
+        tile_features: weight rows (WGMMA M) of a CTA tile: 128 or 256.
+        token_widths: ascending token widths compiled into the kernel; a tile takes the narrowest that holds its tokens. A
+            width is one WGMMA N up to 256, two of half the width beyond.
         cluster: CTAs along the weight rows that share one token tile by TMA multicast: 1 or 2.
+        ping_pong: False splits a tile's weight rows over the two consumer warpgroups; True gives them a tile each, in turns,
+            so that the epilogue of one runs under the multiplication of the other.
     """
 
     tile_features: int
     token_widths: tuple[int, ...]
     cluster: int
+    ping_pong: bool = False
 
     @property
     def tile_tokens(self) -> int:
@@ -44,21 +49,41 @@ class GemmConfig:
     @property
     def token_box(self) -> int:
         """Rows of one TMA load of tokens by one CTA; a tile loads as many boxes as its tokens need."""
-        return 16 if self.tile_tokens <= 64 else 32
+        return 16 if self.tile_tokens <= 96 else 32
 
     @property
     def name(self) -> str:
         widths = "_".join(map(str, self.token_widths))
-        return f"{self.tile_features}x{widths}_c{self.cluster}"
+        return f"{self.tile_features}x{widths}_c{self.cluster}" + ("_pp" if self.ping_pong else "")
+
+    @property
+    def consumer_blocks(self) -> int:
+        """64-row blocks of weights that one consumer warpgroup multiplies."""
+        return self.tile_features // 64 // (1 if self.ping_pong else CONSUMERS)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Accumulator registers of a consumer thread at the widest tile."""
+        return self.consumer_blocks * self.tile_tokens // 2
+
+    @property
+    def stage_tokens(self) -> int:
+        """Token rows of a stage in shared memory: whole boxes."""
+        return -(-self.tile_tokens // self.token_box) * self.token_box
+
+    @property
+    def store_tokens(self) -> int:
+        """Tokens that a consumer warpgroup transposes at a time through one of its two buffers."""
+        return 32 if self.tile_tokens <= 256 else 16
 
     def stage_bytes(self) -> int:
-        return (self.tile_features + self.tile_tokens) * REDUCTION_TILE * ELEMENT_BYTES
+        return (self.tile_features + self.stage_tokens) * REDUCTION_TILE * ELEMENT_BYTES
 
     def epilogue_bytes(self, epilogue: Epilogue) -> int:
         """Shared memory of the epilogue: two transposition buffers and the row values of each consumer warpgroup."""
-        store = 2 * STORE_TOKENS * (64 // epilogue.accumulators + STORE_PAD) * ELEMENT_BYTES
-        rows = 4 * self.tile_tokens * (len(epilogue.tensors) + epilogue.scatter)
-        return self.tile_features // 64 * (store + rows)
+        store = 2 * self.store_tokens * (64 // epilogue.accumulators + STORE_PAD) * ELEMENT_BYTES
+        rows = 4 * self.stage_tokens * (len(epilogue.tensors) + epilogue.scatter)
+        return CONSUMERS * (store + rows)
 
     def stages(self, epilogue: Epilogue) -> int:
         """Depth of the load pipeline: as many stages as shared memory holds, at most 12."""
@@ -110,6 +135,12 @@ class CombineSpec:
         return {"kind": "combine", **asdict(self)}
 
 
+def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
+    """What tells an epilogue from another of the same name: its class, module included, and its fields."""
+    kind = type(epilogue)
+    return {"module": kind.__module__, "class": kind.__qualname__, "fields": asdict(epilogue)}
+
+
 @dataclass(frozen=True)
 class GemmSpec:
     """Grouped GEMM with an epilogue."""
@@ -127,7 +158,7 @@ class GemmSpec:
             "kind": "gemm",
             "dtype": self.dtype,
             "config": asdict(self.config),
-            "epilogue": self.epilogue.name,
+            "epilogue": describe_epilogue(self.epilogue),
             "stages": self.config.stages(self.epilogue),
         }
 
@@ -137,15 +168,20 @@ KernelSpec = RouteSpec | PermuteSpec | CombineSpec | GemmSpec
 
 def why_not_implementable(config: GemmConfig, epilogue: Epilogue) -> str | None:
     """Why this kernel cannot be built, or None when it can. The one place that knows the kernel's limits."""
-    if config.tile_features not in (64, 128):
-        return f"tile_features must be 64 or 128 (one warpgroup for each 64), got {config.tile_features}"
+    if config.tile_features not in (128, 256):
+        return f"tile_features must be 128 or 256, got {config.tile_features}"
     if config.cluster not in (1, 2):
         return f"cluster must be 1 or 2, got {config.cluster}"
     widths = config.token_widths
-    if not widths or list(widths) != sorted(set(widths)) or any(w % 16 or not 16 <= w <= 256 for w in widths):
-        return f"token_widths must be ascending multiples of 16 from 16 to 256, got {widths}"
-    if config.tile_tokens % config.token_box:
-        return f"the largest token width must be a multiple of {config.token_box}, got {config.tile_tokens}"
+    if not widths or list(widths) != sorted(set(widths)) or widths[0] < 8:
+        return f"token_widths must be ascending and at least 8, got {widths}"
+    if any(width % (8 if width <= 256 else 16) for width in widths):
+        return f"token_widths must be multiples of 8, and of 16 beyond 256 (two instructions of half), got {widths}"
+    if config.accumulator_registers > MAX_ACCUMULATOR_REGISTERS:
+        return (
+            f"{config.name} needs {config.accumulator_registers} accumulator registers a thread; "
+            f"{MAX_ACCUMULATOR_REGISTERS} leave room for the rest"
+        )
     if config.stages(epilogue) < 3:
         return f"{config.name} leaves room for {config.stages(epilogue)} stages in shared memory; 3 are needed"
     return None

@@ -29,8 +29,8 @@ def fused_experts(
     """A mixture-of-experts layer with gated experts, from routed tokens to combined output.
 
     `out[t] = sum over k of w[t, k] * (act(x[t] @ w_gate[e].T) * (x[t] @ w_up[e].T)) @ w_down[e].T` with
-    `e = ids[t, k]`. Computed in fp32 and rounded three times: the gated product, each slot's weighted row, and
-    their sum, which runs in slot order. So every run on a device gives the same bits.
+    `e = ids[t, k]`. Computed in fp32 and rounded three times: the gated product, each slot's weighted row,
+    and their sum, which runs in slot order. So every run on a device gives the same bits.
 
     On CUDA the kernels run on the current stream; the call never waits for the device and can be captured in
     a CUDA graph. On the CPU it is plain torch. Under torch.compile it is one operator. It has no backward.
@@ -64,8 +64,10 @@ def fused_experts(
         topk_weights_TK = topk_weights.reshape(x_TH.shape[0], topk_ids.shape[-1])
     arguments = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, activation)
     if out is None:
-        return torch.ops.cutlass_moe.fused_experts(*arguments).view(x.shape)
-    torch.ops.cutlass_moe.fused_experts_out(*arguments, out=out.view(x_TH.shape))
+        out_TH = torch.ops.cutlass_moe.fused_experts(*arguments)
+        return out_TH if x.dim() == 2 else out_TH.view(x.shape)
+    out_TH = out if x.dim() == 2 else out.view(x_TH.shape)
+    torch.ops.cutlass_moe.fused_experts_out(*arguments, out=out_TH)
     return out
 
 

@@ -13,7 +13,6 @@ from cutlass_moe.config import GemmSpec
 from epilogues import Epilogue, Identity
 
 
-@torch.compiler.disable(reason="an epilogue is a Python object, which an operator's schema can't hold")
 def grouped_gemm(
     a_MK: Tensor,
     b: Tensor | tuple[Tensor, Tensor],
@@ -48,6 +47,23 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
+    if torch.compiler.is_compiling():
+        # An epilogue is a Python object, which an operator's schema cannot hold. Disabled here and not by a
+        # decorator, which would import the compiler with this package: that takes a second.
+        run = torch.compiler.disable(_grouped_gemm)
+        return run(a_MK, b, expert_offsets_E1, epilogue, tensors, row_index, out)
+    return _grouped_gemm(a_MK, b, expert_offsets_E1, epilogue, tensors, row_index, out)
+
+
+def _grouped_gemm(
+    a_MK: Tensor,
+    b: Tensor | tuple[Tensor, Tensor],
+    expert_offsets_E1: Tensor,
+    epilogue: Epilogue | None,
+    tensors: Mapping[str, Tensor] | None,
+    row_index: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     epilogue = Identity() if epilogue is None else epilogue
     weights = (b,) if isinstance(b, Tensor) else tuple(b)
     tensors = {} if tensors is None else dict(tensors)

@@ -49,9 +49,7 @@ def reference_experts(
     return y_TKH.sum(dim=1).view(x.shape)
 
 
-def route(
-    ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def route(ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Stable counting sort of the slots by expert id; ids outside [0, num_experts) drop their slot.
 
     Returns:
@@ -129,15 +127,11 @@ def experts(
     activation: str,
 ) -> Tensor:
     """The layer from the steps above: the CPU implementation of `fused_experts`."""
-    offsets_E1, row_slot_M, slot_row_TK, row_weight_M = route(
-        topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0]
-    )
+    offsets_E1, row_slot_M, slot_row_TK, row_weight_M = route(topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0])
     assert row_weight_M is not None
     x_MH = permute(x_TH, slot_row_TK)
     h_MI = x_TH.new_empty(x_MH.shape[0], w_gate_EIH.shape[1])
     grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, activation_epilogue(activation), {}, None, h_MI)
     y_MH = torch.empty_like(x_MH)
-    grouped_gemm(
-        h_MI, (w_down_EHI,), offsets_E1, RoutingScale(), {"row_weight": row_weight_M}, row_slot_M, y_MH
-    )
+    grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, RoutingScale(), {"row_weight": row_weight_M}, row_slot_M, y_MH)
     return combine(y_MH, slot_row_TK)

@@ -54,9 +54,7 @@ def plan_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None
         topk_weights = None if topk_weights is None else topk_weights.reshape(tokens, top_k)
     *tables, row_weight_M = torch.ops.cutlass_moe.plan_routing(topk_ids, topk_weights, num_experts)
     offsets_E1, row_slot_M, slot_row_TK = tables
-    return RoutingPlan(
-        offsets_E1, row_slot_M, slot_row_TK, None if topk_weights is None else row_weight_M, num_experts
-    )
+    return RoutingPlan(offsets_E1, row_slot_M, slot_row_TK, None if topk_weights is None else row_weight_M, num_experts)
 
 
 @lru_cache
@@ -72,7 +70,8 @@ def launch_route(
     topk_ids_TK: Tensor, topk_weights_TK: Tensor | None, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Routes checked CUDA tensors with T * K > 0. Returns the tensors of a `RoutingPlan`."""
-    slots = topk_ids_TK.numel()
+    tokens, top_k = topk_ids_TK.shape
+    slots = tokens * top_k
     # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
     # that take strides.
     ids_M = checks.canonical_strides(topk_ids_TK.contiguous().view(slots))
@@ -87,4 +86,4 @@ def launch_route(
         row_weight_M = ids_M.new_empty(slots, dtype=torch.float32)
     kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
     kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
-    return expert_offsets_E1, row_slot_M, slot_row_M.view(topk_ids_TK.shape), row_weight_M
+    return expert_offsets_E1, row_slot_M, slot_row_M.view(tokens, top_k), row_weight_M

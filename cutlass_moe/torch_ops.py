@@ -20,8 +20,7 @@ from cutlass_moe.routing import launch_route
 _LIBRARY = torch.library.Library("cutlass_moe", "DEF")
 
 _EXPERTS_ARGUMENTS = (
-    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor topk_ids, Tensor topk_weights, "
-    "str activation"
+    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor topk_ids, Tensor topk_weights, str activation"
 )
 
 
@@ -101,9 +100,7 @@ def _plan_routing_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     checks.hopper_sm_count(topk_ids.device)
     if topk_ids.numel() == 0:
-        offsets_E1, row_slot_M, slot_row_TK, row_weight_M = _plan_routing_fake(
-            topk_ids, topk_weights, num_experts
-        )
+        offsets_E1, row_slot_M, slot_row_TK, row_weight_M = _plan_routing_fake(topk_ids, topk_weights, num_experts)
         return offsets_E1.zero_(), row_slot_M, slot_row_TK, row_weight_M
     with torch.cuda.device(topk_ids.device):
         return _with_row_weight(*launch_route(topk_ids, topk_weights, num_experts))

@@ -39,9 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--decode", action="store_true", help="the decode grid, saved as decode.json, not the headline cases"
     )
-    command.add_argument(
-        "--tokens", nargs="+", type=int, metavar="T", help="only the cases of these token counts"
-    )
+    command.add_argument("--tokens", nargs="+", type=int, metavar="T", help="only the cases of these token counts")
     command.add_argument(
         "--peers",
         nargs="*",

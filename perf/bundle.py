@@ -1,4 +1,4 @@
-"""Packs what a GPU machine without the DSL and without a network needs: `python -m perf.bundle` fills `.carry/`.
+"""`python -m perf.bundle` packs into `.carry/` what a GPU machine with neither the DSL nor a network needs.
 
 There, in the repository's root: `source .carry/env.sh`, then run whatever needs the kernels.
 """
@@ -17,12 +17,17 @@ from cutlass_moe.__main__ import main as cutlass_moe_main
 from cutlass_moe.aot.locations import LIBRARY_NAME, MANIFEST_NAME, default_output
 
 FOLDER = Path(__file__).resolve().parents[1] / ".carry"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_24_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 ENVIRONMENT = """\
-# Source this in bash on the GPU machine: installs the wheels beside it into a temporary folder, offline, and sets the paths.
+# Source this in bash on the GPU machine: it installs the wheel into a temporary folder and sets the paths.
 carried="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 carried_site="$(mktemp -d)"
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$carried_site" "$carried"/*.whl
+python3 -m pip install -q --no-index --no-deps --no-compile --target "$carried_site" "$carried"/*.whl
 export PYTHONPATH="$carried_site:$(dirname "$carried")${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$carried_site/tvm_ffi/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export CUTLASS_MOE_LIBRARY="$carried/lib"
@@ -30,7 +35,7 @@ export CUTLASS_MOE_LIBRARY="$carried/lib"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Brings the library up to date and packs it, with the wheel of tvm_ffi for the other machine's Python."""
+    """Brings the library up to date and packs it, with the wheel of tvm_ffi for the GPU machine's Python."""
     parser = argparse.ArgumentParser(prog="python -m perf.bundle", description=__doc__)
     parser.add_argument("--python-version", default="3.12", help="Python of the GPU machine (default: 3.12)")
     parsed = parser.parse_args(arguments)
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def download_tvm_ffi(python_version: str) -> None:
-    """Fetches the installed version of tvm_ffi as a wheel for another Python. Raises CalledProcessError if there is none."""
+    """Fetches the installed version of tvm_ffi for that Python. Raises CalledProcessError if pip fails."""
     requirement = f"apache-tvm-ffi=={importlib.metadata.version('apache-tvm-ffi')}"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", python_version, "--implementation", "cp", "-d", str(FOLDER), requirement]

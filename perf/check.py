@@ -52,9 +52,7 @@ def match_ratio(out_TH: torch.Tensor, reference_TH: torch.Tensor, atol: float, r
 
 def relative_error(out_TH: torch.Tensor, reference_TH: torch.Tensor) -> float:
     """`||out - ref|| / ||ref||` (Frobenius)."""
-    return float(
-        torch.linalg.vector_norm(out_TH.float() - reference_TH) / torch.linalg.vector_norm(reference_TH)
-    )
+    return float(torch.linalg.vector_norm(out_TH.float() - reference_TH) / torch.linalg.vector_norm(reference_TH))
 
 
 @dataclass

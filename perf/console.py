@@ -48,9 +48,7 @@ def summary(result: RunResult) -> str:
     """The last lines: how many cases pass, and what went wrong with a peer."""
     checked = [case for case in result.cases if case.passed is not None]
     passed = sum(case.passed is True for case in checked)
-    errors = {
-        f"{name}: {peer.error}" for case in result.cases for name, peer in case.peers.items() if peer.error
-    }
+    errors = {f"{name}: {peer.error}" for case in result.cases for name, peer in case.peers.items() if peer.error}
     return "\n".join([f"{passed} of {len(checked)} checked cases pass", *sorted(errors)])
 
 

@@ -42,7 +42,7 @@ class CaseResult:
         match_ratio, relative_error: the worst over `check_rounds`; None where not checked.
         passed: the case passes its check, and graph replay gives bitwise what an eager call gives.
         steps: each public step by itself with cold caches, and what the whole takes beyond their sum (gaps).
-        stock_two_gemms_ms: the stock GEMM recorded at the same average rows per expert (experts of equal size).
+        stock_two_gemms_ms: the stock GEMM as recorded at the same average rows per expert.
         recorded_peers_ms: tuned peers of earlier sessions: orientation, not a comparison.
     """
 
@@ -114,14 +114,10 @@ def from_json(document: Any, source: str) -> RunResult:
     """
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
-        raise PerfError(
-            f"{source} is not a result of this version: its schema is {schema!r}, expected {SCHEMA!r}"
-        )
+        raise PerfError(f"{source} is not a result of this version: its schema is {schema!r}, expected {SCHEMA!r}")
     try:
         cases = [
-            CaseResult(
-                **{**case, "peers": {name: PeerResult(**peer) for name, peer in case["peers"].items()}}
-            )
+            CaseResult(**{**case, "peers": {name: PeerResult(**peer) for name, peer in case["peers"].items()}})
             for case in document["cases"]
         ]
         return RunResult(**{**document, "cases": cases})
@@ -151,7 +147,7 @@ def load(path: Path) -> RunResult:
 
 
 def result_path(output: Path | None, device: str, *, decode: bool, record: bool) -> Path:
-    """A run's file: in `output`, else in perf/results/<device>, else (not for the record) in `partial` there."""
+    """A run's file: in `output`, else in perf/results/<device> or, unless for the record, its `partial`."""
     folder = output or (_ROOT / device if record else _ROOT / device / "partial")
     return folder / ("decode.json" if decode else "headline.json")
 

@@ -37,8 +37,8 @@ class Work:
 
 
 def layer_work(*, tokens: int, top_k: int, hidden: int, intermediate: int, experts_hit: int) -> Work:
-    """Work of the layer: three products of `[T*K, H]` by `[H, I]` size; the weights of every expert that is hit
-    read once, x read once, the output written once."""
+    """Work of the layer: three products of `[T*K, H]` by `[H, I]` size; the weights of every expert that is
+    hit read once, x read once, the output written once."""
     return Work(
         flops=6 * tokens * top_k * hidden * intermediate,
         bytes=ELEMENT_BYTES * (3 * experts_hit * hidden * intermediate + 2 * tokens * hidden),

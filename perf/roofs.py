@@ -47,9 +47,7 @@ def _read_TBps(stopwatch: Stopwatch, device: torch.device) -> float:
 
 
 def _dense_TFLOPs(stopwatch: Stopwatch, device: torch.device) -> float:
-    a, b, out = (
-        torch.empty(DENSE_EXTENT, DENSE_EXTENT, dtype=torch.bfloat16, device=device) for _ in range(3)
-    )
+    a, b, out = (torch.empty(DENSE_EXTENT, DENSE_EXTENT, dtype=torch.bfloat16, device=device) for _ in range(3))
     a.normal_()
     b.normal_()
 

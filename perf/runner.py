@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -166,18 +166,16 @@ def run(
         versions=environment.versions(),
         roofs=asdict(roofs),
         roofs_datasheet=asdict(H200_DATASHEET),
-        options={"rounds": options.rounds, "decode": options.decode, "peers": list(options.peers)},
+        options={**asdict(options), "output": None},
         state=state,
     )
     short_name = environment.short_device_name(device_name)
-    path = results.result_path(
-        options.output, short_name, decode=options.decode, record=options.for_the_record
-    )
+    path = results.result_path(options.output, short_name, decode=options.decode, record=options.for_the_record)
     started(result, path)
     for plan in plans:
         weights = plan.workload.make_weights(device)
-        weights.refill(generator)
-        torch.cuda.empty_cache()
+        if options.rounds == 0:
+            weights.refill(generator)  # else the check does
         verdicts = check_layer(
             run_layer,
             plan.workload,
@@ -188,22 +186,19 @@ def run(
             advance=advance,
         )
         torch.cuda.empty_cache()  # the reference's large fp32 blocks make room for the peers' weights
-        peers, peer_errors = _prepare_peers(peer_types, weights)
+        peers = _prepare_peers(peer_types, weights)
         for tokens in plan.tokens:
             inputs = plan.workload.make_inputs(tokens, generator)
             measurement = _measure(plan.workload, inputs, weights, peers, stopwatch, options.turns)
-            measurement.peers.update(peer_errors)
-            state["end"] = environment.device_state()
             for case in plan.cases:
                 if case.tokens == tokens:
-                    case_result = make_case(
-                        plan.workload, case, options.decode, verdicts[tokens], measurement, roofs
-                    )
+                    case_result = make_case(plan.workload, case, options.decode, verdicts[tokens], measurement, roofs)
                     result.cases.append(case_result)
                     measured(case_result)
             results.save(result, path)
             torch.cuda.empty_cache()
             advance(f"{plan.workload.name}: T = {tokens} timed")
+        state["end"] = environment.device_state()
         del weights, peers
         torch.cuda.empty_cache()
     result.complete = options.for_the_record
@@ -211,25 +206,22 @@ def run(
     return result
 
 
-def _prepare_peers(
-    peer_types: Sequence[type[Peer]], weights: Weights
-) -> tuple[list[Peer], dict[str, PeerResult]]:
-    """The peers that are ready, and for the others why not: whatever a peer raises costs its own row only."""
-    ready: list[Peer] = []
-    errors: dict[str, PeerResult] = {}
+def _prepare_peers(peer_types: Sequence[type[Peer]], weights: Weights) -> dict[str, Peer | PeerResult]:
+    """Each peer, or why it is not ready: whatever a peer raises costs its own column only."""
+    peers: dict[str, Peer | PeerResult] = {}
     for peer_type in peer_types:
         try:
-            ready.append(peer_type(weights))
+            peers[peer_type.name] = peer_type(weights)
         except Exception as error:
-            errors[peer_type.name] = PeerResult(peer_type.what, error=_one_line(error))
-    return ready, errors
+            peers[peer_type.name] = PeerResult(peer_type.what, error=_one_line(error))
+    return peers
 
 
 def _measure(
     workload: Workload,
     inputs: Inputs,
     weights: Weights,
-    peers: Sequence[Peer],
+    peers: Mapping[str, Peer | PeerResult],
     stopwatch: Stopwatch,
     turns: Turns,
 ) -> Measurement:
@@ -252,21 +244,7 @@ def _measure(
     for name, step in captured_steps.items():
         timers[f"step {name}"] = partial(stopwatch.device_ms, step.replay)
 
-    reference_TH = reference_layer(inputs, weights)
-    replays: list[Captured[torch.Tensor]] = []  # keeps the graphs alive for the timers
-    peer_results: dict[str, PeerResult] = {}
-    for peer in peers:
-        try:
-            replay = Captured.of(partial(peer, inputs))
-            peer_results[peer.name] = _checked(peer, replay, reference_TH)
-        except Exception as error:  # as in _prepare_peers
-            peer_results[peer.name] = PeerResult(peer.what, error=_one_line(error))
-        if peer_results[peer.name].error is None:
-            replays.append(replay)
-            timers[f"peer {peer.name}"] = partial(stopwatch.device_ms, replay.replay)
-            timers[f"peer {peer.name} eager"] = partial(stopwatch.eager_ms, partial(peer, inputs))
-    del reference_TH
-
+    peer_results = _add_peers(timers, peers, inputs, reference_layer(inputs, weights), stopwatch)
     replay_equal = _replay_equal(captured, ours)
     spreads = time_in_turns(timers, turns)
     for name, checked in peer_results.items():
@@ -290,6 +268,31 @@ def _measure(
         steps={name: spreads[f"step {name}"] for name in steps.calls},
         peers=peer_results,
     )
+
+
+def _add_peers(
+    timers: dict[str, Callable[[], float]],
+    peers: Mapping[str, Peer | PeerResult],
+    inputs: Inputs,
+    reference_TH: torch.Tensor,
+    stopwatch: Stopwatch,
+) -> dict[str, PeerResult]:
+    """Checks each peer's output and adds those that are right to `timers`; their times are not known yet."""
+    peer_results: dict[str, PeerResult] = {}
+    for name, peer in peers.items():
+        if isinstance(peer, PeerResult):
+            peer_results[name] = peer
+            continue
+        call = partial(peer, inputs)
+        try:
+            captured = Captured.of(call)
+            peer_results[name] = _checked(peer, captured, reference_TH)
+        except Exception as error:  # as in _prepare_peers
+            peer_results[name] = PeerResult(peer.what, error=_one_line(error))
+        if peer_results[name].error is None:
+            timers[f"peer {name}"] = partial(stopwatch.device_ms, captured.replay)
+            timers[f"peer {name} eager"] = partial(stopwatch.eager_ms, call)
+    return peer_results
 
 
 def _replay_equal(captured: Captured[torch.Tensor], eager: Callable[[], torch.Tensor]) -> bool:
@@ -355,9 +358,7 @@ def make_case(
         match_ratio=verdict.match_ratios[case.atol] if checked else None,
         relative_error=results.finite(verdict.relative_error) if checked else None,
         check_rounds=verdict.rounds,
-        passed=measurement.replay_equal and verdict.passed(case, workload.required_match)
-        if checked
-        else None,
+        passed=measurement.replay_equal and verdict.passed(case, workload.required_match) if checked else None,
         steps={**steps, "gaps": max(0.0, ours.ms - sum(steps.values()))},
         peers=dict(measurement.peers),
         stock_two_gemms_ms=stock_ms,

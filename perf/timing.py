@@ -104,6 +104,7 @@ class Captured(Generic[T]):
 
     graph: torch.cuda.CUDAGraph
     output: T
+    call: Callable[[], T]  # kept, since the graph uses the memory of every tensor that the call holds
 
     @classmethod
     def of(cls, call: Callable[[], T]) -> Captured[T]:
@@ -113,7 +114,7 @@ class Captured(Generic[T]):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = call()
-        return cls(graph, output)
+        return cls(graph, output, call)
 
     def replay(self) -> None:
         self.graph.replay()

@@ -100,7 +100,7 @@ class Workload:
         return 3 * self.experts * self.hidden * self.intermediate * ELEMENT_BYTES
 
     def stock_two_gemms_ms(self, tokens: int) -> float | None:
-        """The stock GEMM's time for both GEMMs at the same average rows per expert; None outside the records."""
+        """The stock GEMM on both GEMMs at the same average rows per expert; None outside the records."""
         rows = tokens * self.top_k / self.experts
         for (low, *low_ms), (high, *high_ms) in zip(self.stock_gemms, self.stock_gemms[1:], strict=False):
             if low <= rows <= high:
@@ -128,9 +128,7 @@ class Workload:
         # The order of the largest of E uniform numbers is a uniform draw of K distinct experts.
         keys_TE = torch.rand(tokens, self.experts, device=device, generator=generator)
         ids_TK = keys_TE.topk(self.top_k, dim=1).indices.to(self.id_dtype)
-        weights_TK = torch.rand(
-            tokens, self.top_k, dtype=self.weight_dtype, device=device, generator=generator
-        )
+        weights_TK = torch.rand(tokens, self.top_k, dtype=self.weight_dtype, device=device, generator=generator)
         return Inputs(x_TH, ids_TK, weights_TK / weights_TK.sum(dim=1, keepdim=True))
 
 
@@ -157,9 +155,7 @@ def _parse(name: str, data: dict[str, Any]) -> Workload:
         required_match=data["required_match"],
         prefill_cases=tuple(Case(**case) for case in data["cases"]),
         decode_cases=tuple(Case(tokens, decode["atol"]) for tokens in decode["tokens"]),
-        stock_gemms=tuple(
-            (rows, gemm1_ms, gemm2_ms) for rows, gemm1_ms, gemm2_ms in recorded["stock_dsl_gemms"]
-        ),
+        stock_gemms=tuple((rows, gemm1_ms, gemm2_ms) for rows, gemm1_ms, gemm2_ms in recorded["stock_dsl_gemms"]),
         recorded_prefill_ms=_by_tokens(recorded["prefill_ms"]),
         recorded_decode_ms=_by_tokens(recorded["decode_ms"]),
     )

@@ -1,7 +1,7 @@
-"""Compiles kernels ahead of time into one shared library with a manifest. Needs nvidia-cutlass-dsl and a C compiler, no GPU.
+"""Compiles kernels ahead of time into one shared library with a manifest. Needs the DSL and a C compiler.
 
-Each kernel is compiled to an object file in `<output>/objects`, named by the hash of what it is made from, so that a build
-compiles only what changed. `cute.compile` is not thread-safe: kernels are compiled in parallel by processes.
+Each kernel is compiled to an object file in `<output>/objects`, named by the hash of what it is made from, so
+that a build compiles only what changed. `cute.compile` is not thread-safe: processes compile in parallel.
 """
 
 from __future__ import annotations
@@ -38,19 +38,24 @@ from cutlass_moe.aot.manifest import (
 )
 from cutlass_moe.aot.sass import Resources, can_inspect, inspect_cubin
 from cutlass_moe.config import KernelSpec
+from cutlass_moe.version import VERSION
 
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 DSL_RUNTIME_PACKAGE = "nvidia-cutlass-dsl-libs-cu13"
 DSL_RUNTIME_ARCHIVE = "libcuda_dialect_runtime_static.a"
-# Only the kernels are visible. The DSL's helpers stay private to each library, so that several libraries, and the DSL's own
-# runtime in the same process, do not call each other's.
+# Only the kernels are visible. The DSL's helpers stay private to each library, so that several of them in one
+# process, and the DSL's own runtime, do not call each other's.
 EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
 
 Progress = Callable[[str, int, int], None]
 
 
 class BuildError(RuntimeError):
-    """A kernel that does not compile, or a part of the tool chain that is missing."""
+    """A library that cannot be built: a part of the tool chain is missing, or a kernel does not compile."""
+
+
+class CompileError(BuildError):
+    """A kernel that does not compile. Its cause is the DSL's error."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def dsl_version() -> str | None:
 
 
 def source_hash(spec: KernelSpec) -> str:
-    """Hash of everything that a kernel is made from: its spec, its source files, the DSL and the architecture.
+    """Hash of what a kernel is made from: its spec, its source files, the DSL's version and the architecture.
 
     Raises BuildError where the DSL is not installed.
     """
@@ -105,7 +110,7 @@ def source_hash(spec: KernelSpec) -> str:
 
 
 def hash_sources(spec: KernelSpec, sources: Sequence[Path]) -> str:
-    """`source_hash` of a kernel with these source files. Their names count; the folders that they lie in do not."""
+    """`source_hash` of a kernel with these source files. Their names count, their folders do not."""
     digest = hashlib.sha256()
     identity = {"name": spec.name, "spec": spec.describe(), "dsl": _require_dsl(), "arch": ARCH}
     digest.update(json.dumps(identity, sort_keys=True).encode())
@@ -124,9 +129,10 @@ def build(
         specs: kernels, each with a name of its own.
         output: directory; made if missing. Two builds into the same one wait for each other.
         jobs: processes that compile; by default one for each CPU. 1 compiles in this process.
-        progress: called as `progress(name, done, total)` after each kernel that was compiled, and first with ("", 0, total).
+        progress: called as `progress(name, done, total)`: first with ("", 0, total), then after each
+            compiled kernel.
 
-    Raises BuildError when a kernel does not compile or the tool chain is incomplete; the old library then stays as it was.
+    Raises BuildError when a kernel does not compile or a tool is missing; the old library then stays.
     """
     started = time.perf_counter()
     version = _require_dsl()
@@ -138,6 +144,7 @@ def build(
     objects.mkdir(parents=True, exist_ok=True)
     with FileLock(output / ".lock"):
         targets = [_Target(spec, source_hash(spec), objects) for spec in specs]
+        c_compiler = _c_compiler_version()  # first: what is missing should not show after minutes of compiling
         inspects = can_inspect()
         compiled = tuple(target.spec.name for target in targets if not target.is_compiled())
         stale = [t for t in targets if not t.is_compiled() or (inspects and not t.is_inspected())]
@@ -148,8 +155,10 @@ def build(
             write_atomically(path, library)
         manifest = Manifest(
             schema=SCHEMA_VERSION,
+            cutlass_moe=VERSION,
             arch=ARCH,
             dsl=version,
+            c_compiler=c_compiler,
             tvm_ffi=tvm_ffi_interface(tvm_ffi.__version__),
             cuda=CUDA_MAJOR,
             library=LIBRARY_NAME,
@@ -164,7 +173,9 @@ def build(
 def _require_dsl() -> str:
     version = dsl_version()
     if version is None:
-        raise BuildError(f"Kernels cannot be compiled: {DSL_PACKAGE} is not installed (`pip install cutlass-moe`)")
+        raise BuildError(
+            f"Kernels cannot be compiled: {DSL_PACKAGE} is not installed (`pip install 'cutlass-moe[build]'`)"
+        )
     return version
 
 
@@ -196,12 +207,12 @@ def _make_objects(targets: list[_Target], jobs: int, progress: Progress | None) 
 
 
 def _prepare_worker(scratch: str) -> None:
-    """Gives the DSL in this process a folder of its own for its dumps: their names do not tell kernels apart."""
+    """Gives the DSL in this process its own folder for dumps: their names do not tell kernels apart."""
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=scratch)
 
 
 def _make_object(target: _Target) -> str:
-    """Compiles a kernel and notes its resources, each unless that is done already. Runs in a worker process."""
+    """Compiles a kernel and notes its resources, unless that is done already. Runs in a worker process."""
     try:
         if not target.is_compiled():
             _compile(target)
@@ -210,7 +221,7 @@ def _make_object(target: _Target) -> str:
             write_atomically(target.file(".json"), json.dumps(asdict(resources)).encode())
     except Exception as error:
         # As text: the DSL's exceptions hold MLIR objects, which do not travel between processes.
-        raise BuildError(f"{target.spec.name} does not compile: {type(error).__name__}: {error}") from None
+        raise CompileError(f"{target.spec.name} does not compile: {type(error).__name__}: {error}") from error
     return target.spec.name
 
 
@@ -226,7 +237,7 @@ def _compile(target: _Target) -> None:
 
 
 def _link(objects: Sequence[Path]) -> bytes:
-    """The shared library of these objects. It needs libtvm_ffi and the CUDA runtime, found by name where it is loaded."""
+    """The shared library of these objects. It finds libtvm_ffi and the CUDA runtime by name."""
     runtime = find_cuda_runtime()
     if runtime is None:
         raise BuildError(f"{CUDA_RUNTIME_NAME} to link to is missing: `pip install 'nvidia-cuda-runtime>=13,<14'`")
@@ -234,17 +245,34 @@ def _link(objects: Sequence[Path]) -> bytes:
         exports = Path(scratch) / "exports.map"
         exports.write_text(EXPORTS)
         library = Path(scratch) / LIBRARY_NAME
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [*compiler, "-shared", "-fPIC", "-O2", "-s", "-o", str(library)]
+        command = ["-shared", "-fPIC", "-O2", "-s", "-o", str(library)]
         command += [str(Path(__file__).with_name("cuda_errors.c")), *map(str, objects), str(_dsl_runtime())]
-        command += [str(runtime), find_libtvm_ffi(), f"-Wl,--version-script={exports}", "-Wl,-z,defs", "-Wl,--gc-sections"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            raise BuildError(f"no C compiler: {compiler[0]!r} is not on the PATH (install gcc or clang, or set CC)") from None
+        command += [
+            str(runtime),
+            find_libtvm_ffi(),
+            f"-Wl,--version-script={exports}",
+            "-Wl,-z,defs",
+            "-Wl,--gc-sections",
+        ]
+        done = _run_c_compiler(*command)
         if done.returncode != 0:
             raise BuildError(f"the kernels do not link: {done.stderr.strip()}")
         return library.read_bytes()
+
+
+def _c_compiler_version() -> str:
+    """What the C compiler calls itself: the first line of `cc --version`."""
+    return _run_c_compiler("--version").stdout.partition("\n")[0].strip()
+
+
+def _run_c_compiler(*arguments: str) -> subprocess.CompletedProcess[str]:
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    try:
+        return subprocess.run([*compiler, *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise BuildError(
+            f"no C compiler: {compiler[0]!r} is not on the PATH (install gcc or clang, or set CC)"
+        ) from None
 
 
 def _dsl_runtime() -> Path:
@@ -262,7 +290,13 @@ def _dsl_runtime() -> Path:
 def _entry(target: _Target) -> KernelEntry:
     inspected = target.file(".json")
     resources = Resources(**json.loads(inspected.read_text())) if inspected.exists() else None
-    return KernelEntry(target.spec.name, json_form(target.spec.describe()), target.source_hash, resources)
+    return KernelEntry(
+        name=target.spec.name,
+        spec=json_form(target.spec.describe()),
+        source_hash=target.source_hash,
+        cubin_sha256=file_sha256(target.file(".cubin")),
+        resources=resources,
+    )
 
 
 def _remove_unused(objects: Path, targets: Sequence[_Target]) -> None:

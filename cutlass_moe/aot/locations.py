@@ -1,4 +1,4 @@
-"""Where kernel libraries live, and what they link to. A library is a directory with a shared library and its manifest."""
+"""Where kernel libraries live (each a directory with a shared library and its manifest), and what they need."""
 
 from __future__ import annotations
 
@@ -31,29 +31,37 @@ def default_output() -> Path:
     return cache_directory() / "lib"
 
 
-def find_library() -> Path | None:
-    """The directory of the library that `load` uses, or None when there is none.
+def find_libraries() -> list[Path]:
+    """The directories of the libraries that `load` uses, in the order in which it looks for a kernel.
 
-    `$CUTLASS_MOE_LIBRARY` (a directory, or the shared library in it) decides when it is set; whether a library is there is
-    then for `load` to say. Otherwise the package's own library, then the one in the user's cache.
+    `$CUTLASS_MOE_LIBRARY` decides when it is set: directories, or the shared libraries in them, separated like
+    those of PATH. An empty one of several stands for the default library, so `mine:` is `mine` and then the
+    default. Whether there is a library in each is for `load` to say.
     """
     chosen = os.environ.get(LIBRARY_VARIABLE)
-    if chosen:
-        path = Path(chosen).expanduser()
-        return path.parent if path.suffix == ".so" else path
-    for directory in (package_directory(), cache_directory() / "lib"):
-        if (directory / MANIFEST_NAME).exists():
-            return directory
-    return None
+    if not chosen:
+        return default_libraries()
+    directories: list[Path] = []
+    for entry in chosen.split(os.pathsep):
+        path = Path(entry).expanduser()
+        found = [path.parent if path.suffix == ".so" else path] if entry else default_libraries()
+        directories += [directory for directory in found if directory not in directories]
+    return directories
+
+
+def default_libraries() -> list[Path]:
+    """The default library as a list of one: the package's own, else the one in the user's cache. Or of none."""
+    candidates = (package_directory(), cache_directory() / "lib")
+    return [directory for directory in candidates if (directory / MANIFEST_NAME).exists()][:1]
 
 
 def nvidia_wheel_files(pattern: str) -> list[Path]:
-    """Files of NVIDIA's installed wheels (`site-packages/nvidia/<part>/...`), by a glob below `nvidia`, latest part first."""
+    """Files of NVIDIA's installed wheels, by a glob below `site-packages/nvidia`, latest first."""
     spec = importlib.util.find_spec("nvidia")
     roots = (spec.submodule_search_locations or []) if spec else []
     return [path for root in roots for path in sorted(Path(root).glob(pattern), reverse=True)]
 
 
 def find_cuda_runtime() -> Path | None:
-    """The CUDA runtime of an installed nvidia-cuda-runtime wheel, which is also what PyTorch's CUDA wheels bring."""
+    """The CUDA runtime of an installed nvidia-cuda-runtime wheel, which PyTorch's CUDA wheels bring too."""
     return next(iter(nvidia_wheel_files(f"*/lib/{CUDA_RUNTIME_NAME}")), None)

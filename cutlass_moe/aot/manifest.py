@@ -12,14 +12,16 @@ from typing import Any
 
 from cutlass_moe.aot.locations import MANIFEST_NAME
 from cutlass_moe.aot.sass import Resources
+from cutlass_moe.version import VERSION
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ARCH = "sm_90a"
 CUDA_MAJOR = 13  # of the CUDA runtime that the library links to
+REBUILD = "build it with `python -m cutlass_moe build` where nvidia-cutlass-dsl is installed (no GPU needed)"
 
 
 class LibraryError(RuntimeError):
-    """A kernel library that cannot be used. The message is one sentence on what is wrong and how to build a good one."""
+    """A kernel library that cannot be used. The message says why, and how to build a good one."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class KernelEntry:
         name: the exported function, `KernelSpec.name`.
         spec: `KernelSpec.describe()`.
         source_hash: key of everything that the kernel was compiled from (`build.source_hash`).
-        resources: what the compiled code uses; None where the disassemblers were not installed when it was built.
+        cubin_sha256: of the GPU code, which lies in the library byte for byte (`sass.embedded_cubin`).
+        resources: what the compiled code uses; None when it was built without the disassemblers.
     """
 
     name: str
     spec: dict[str, Any]
     source_hash: str
+    cubin_sha256: str
     resources: Resources | None
 
 
@@ -45,8 +49,10 @@ class Manifest:
 
     Attributes:
         schema: version of this format.
+        cutlass_moe: version of this package that built it: how kernels are called may change between two.
         arch: GPU architecture of the kernels.
         dsl: version of nvidia-cutlass-dsl that compiled them.
+        c_compiler: what the C compiler that linked them says it is.
         tvm_ffi: major.minor version of tvm_ffi, whose binary interface the library was linked to.
         cuda: major version of the CUDA runtime it was linked to.
         library: file name of the shared library, in the manifest's directory.
@@ -55,8 +61,10 @@ class Manifest:
     """
 
     schema: int
+    cutlass_moe: str
     arch: str
     dsl: str
+    c_compiler: str
     tvm_ffi: str
     cuda: int
     library: str
@@ -97,6 +105,7 @@ def _entry(kernel: dict[str, Any]) -> KernelEntry:
         name=kernel["name"],
         spec=kernel["spec"],
         source_hash=kernel["source_hash"],
+        cubin_sha256=kernel["cubin_sha256"],
         resources=None if resources is None else Resources(**resources),
     )
 
@@ -113,7 +122,11 @@ def tvm_ffi_interface(version: str) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return bytes_sha256(path.read_bytes())
+
+
+def bytes_sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -135,28 +148,27 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LibraryError(f"There is no kernel library in {directory} (no {MANIFEST_NAME}). {REBUILD}") from None
+        raise LibraryError(f"no kernel library in {directory} (it has no {MANIFEST_NAME}): {REBUILD}") from None
     except (ValueError, OSError) as error:
-        raise LibraryError(f"The kernel library's manifest {path} cannot be read: {error}. {REBUILD}") from error
+        raise LibraryError(f"kernel library manifest {path} cannot be read, {error}: {REBUILD}") from error
 
 
 def check_library(directory: Path, manifest: Manifest, tvm_ffi_version: str) -> Path:
-    """The path of the manifest's shared library. Raises LibraryError when it is not one that this process can load."""
+    """The manifest's shared library. Raises LibraryError when it is not one that this process can load."""
     path = directory / manifest.library
-    if manifest.arch != ARCH:
-        raise LibraryError(f"The kernel library {path} is for {manifest.arch}; this version needs {ARCH}. {REBUILD}")
-    if manifest.cuda != CUDA_MAJOR:
-        raise LibraryError(f"The kernel library {path} is for CUDA {manifest.cuda}; this version needs {CUDA_MAJOR}. {REBUILD}")
-    interface = tvm_ffi_interface(tvm_ffi_version)
-    if manifest.tvm_ffi != interface:
-        raise LibraryError(
-            f"The kernel library {path} was linked to tvm_ffi {manifest.tvm_ffi}; installed is {tvm_ffi_version}. {REBUILD}"
-        )
-    if not path.exists():
-        raise LibraryError(f"The kernel library {path} is missing although its manifest is there. {REBUILD}")
-    if file_sha256(path) != manifest.library_sha256:
-        raise LibraryError(f"The kernel library {path} is damaged or not the one that its manifest describes. {REBUILD}")
+    problem = None
+    if manifest.cutlass_moe != VERSION:
+        problem = f"was built by cutlass_moe {manifest.cutlass_moe}, and this is {VERSION}"
+    elif manifest.arch != ARCH:
+        problem = f"is for {manifest.arch}, and this version needs {ARCH}"
+    elif manifest.cuda != CUDA_MAJOR:
+        problem = f"is for CUDA {manifest.cuda}, and this version needs CUDA {CUDA_MAJOR}"
+    elif manifest.tvm_ffi != tvm_ffi_interface(tvm_ffi_version):
+        problem = f"was linked to tvm_ffi {manifest.tvm_ffi}, and tvm_ffi {tvm_ffi_version} is installed"
+    elif not path.exists():
+        problem = "is missing, though its manifest is there"
+    elif file_sha256(path) != manifest.library_sha256:
+        problem = "is damaged, or not the one that its manifest describes"
+    if problem:
+        raise LibraryError(f"kernel library {path} {problem}: {REBUILD}")
     return path
-
-
-REBUILD = "Build it with `python -m cutlass_moe build`, on a machine with nvidia-cutlass-dsl; no GPU is needed."

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # before the DSL is imported: there may be no GPU to ask
 
-import cutlass  # noqa: E402
-from cutlass import Int32, cute  # noqa: E402
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor  # noqa: E402
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec  # noqa: E402
+from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec
 
-OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin"
+OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --dump-dir "
 _DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
@@ -33,50 +34,48 @@ def _vector(dtype: str, length: Any) -> Any:
 
 def _matrix(dtype: str, rows: Any, columns: Any) -> Any:
     """A row-major matrix whose rows start at 16-byte boundaries; strides in 64 bits."""
-    return make_fake_tensor(
-        _DTYPES[dtype], (rows, columns), (cute.sym_int64(divisibility=8), 1), assumed_align=16
-    )
+    return make_fake_tensor(_DTYPES[dtype], (rows, columns), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
 
 
 def compile_kernel(spec: KernelSpec) -> Any:
     """The compiled TVM-FFI function of `spec`; its `export_to_c(path, function_name=spec.name)` writes an object file.
 
-    The function takes the tensors in the order of the kernel's host function and launches on the caller's current stream.
+    The function takes its arguments in the order of the kernel's host function, None where that says so, and launches on
+    the caller's current stream.
     """
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    function, args = _gemm(spec) if isinstance(spec, GemmSpec) else _glue(spec)
+    # The DSL drops the cubin as a file too, under a name that does not tell kernels apart.
+    with tempfile.TemporaryDirectory() as dumps:
+        return cute.compile(function, *args, make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS + dumps)
+
+
+def _glue(spec: RouteSpec | PermuteSpec | CombineSpec) -> tuple[Any, list[Any]]:
     rows, slots, tokens, top_k = (cute.sym_int32() for _ in range(4))
     hidden = cute.sym_int32(divisibility=8)
+    slot_row = make_fake_tensor(cutlass.Int32, (tokens, top_k), (cute.sym_int64(), 1), assumed_align=4)
     if isinstance(spec, CombineSpec):
         from cutlass_moe.kernels.combine import combine
 
-        slot_row = make_fake_tensor(cutlass.Int32, (tokens, top_k), (cute.sym_int64(), 1), assumed_align=4)
-        args: list[Any] = [_matrix(spec.dtype, rows, hidden), slot_row, _matrix(spec.dtype, tokens, hidden)]
-        return cute.compile(combine, *args, stream, options=OPTIONS)
+        return combine, [_matrix(spec.dtype, rows, hidden), slot_row, _matrix(spec.dtype, tokens, hidden)]
     if isinstance(spec, PermuteSpec):
         from cutlass_moe.kernels.permute import permute
 
-        slot_row = make_fake_tensor(cutlass.Int32, (tokens, top_k), (cute.sym_int64(), 1), assumed_align=4)
-        args = [_matrix(spec.dtype, tokens, hidden), slot_row, _matrix(spec.dtype, rows, hidden)]
-        return cute.compile(permute, *args, stream, options=OPTIONS)
-    if isinstance(spec, RouteSpec):
-        from cutlass_moe.kernels.route import route
+        return permute, [_matrix(spec.dtype, tokens, hidden), slot_row, _matrix(spec.dtype, rows, hidden)]
+    from cutlass_moe.kernels.route import route
 
-        weighted = spec.weight_dtype is not None
-        chunks, experts, experts_1 = (cute.sym_int32() for _ in range(3))
-        args = [
-            _vector(spec.id_dtype, slots),
-            _vector(spec.weight_dtype, slots) if spec.weight_dtype else None,
-            _vector("int32", experts_1),
-            _vector("int32", slots),
-            _vector("int32", slots),
-            _vector("float32", slots) if weighted else None,
-            make_fake_tensor(cutlass.Int32, (chunks, experts), (cute.sym_int64(), 1), assumed_align=4),
-        ]
-        return cute.compile(route, *args, stream, options=OPTIONS)
-    return _compile_gemm(spec, stream)
+    chunks, experts, experts_1 = (cute.sym_int32() for _ in range(3))
+    return route, [
+        _vector(spec.id_dtype, slots),
+        _vector(spec.weight_dtype, slots) if spec.weight_dtype else None,
+        _vector("int32", experts_1),
+        _vector("int32", slots),
+        _vector("int32", slots),
+        _vector("float32", slots) if spec.weight_dtype else None,
+        make_fake_tensor(cutlass.Int32, (chunks, experts), (cute.sym_int64(), 1), assumed_align=4),
+    ]
 
 
-def _compile_gemm(spec: GemmSpec, stream: Any) -> Any:
+def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
     from cutlass_moe.kernels.grouped_gemm import GroupedGemm
 
     rows, experts, experts_1, row_count, out_rows = (cute.sym_int32() for _ in range(5))
@@ -86,8 +85,7 @@ def _compile_gemm(spec: GemmSpec, stream: Any) -> Any:
         make_fake_tensor(_DTYPES[spec.dtype], (experts, outputs, reduction), strides, assumed_align=16)
         for _ in range(spec.epilogue.accumulators)
     ]
-    return cute.compile(
-        GroupedGemm(spec),
+    return GroupedGemm(spec), [
         _matrix(spec.dtype, rows, reduction),
         weights[0],
         weights[1] if len(weights) > 1 else None,
@@ -96,9 +94,7 @@ def _compile_gemm(spec: GemmSpec, stream: Any) -> Any:
         _vector("int32", row_count) if spec.epilogue.scatter else None,
         _matrix(spec.dtype, out_rows, outputs),
         Int32(132),
-        stream,
-        options=OPTIONS,
-    )
+    ]
 
 
 def kernel_sources(spec: KernelSpec) -> list[Path]:

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warp as warp_copy
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from cutlass_moe.config import MAX_EXPERTS, REDUCTION_TILE, STORE_PAD, STORE_TOKENS, GemmSpec
+from cutlass_moe.config import CONSUMERS, MAX_EXPERTS, REDUCTION_TILE, STORE_PAD, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
 from epilogues import DslOps
 
@@ -23,6 +23,8 @@ CONSUMER_REGISTERS = 232
 WGMMA_K = 16
 VECTOR = 8  # elements of one 16-byte store
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
+FIRST_STORE_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
+FIRST_TURN_BARRIER = FIRST_STORE_BARRIER + CONSUMERS
 
 
 class GroupedGemm:
@@ -33,11 +35,12 @@ class GroupedGemm:
     | warpgroup | registers | does |
     |---|---|---|
     | 0 (its warp 0) | 40 | producer: waits on `empty[stage]`, loads one weight tile and the tile's token boxes by TMA |
-    | 1 .. tile_features / 64 | 232 | consumer: 64 weight rows; waits on `full[stage]`, WGMMA, then the epilogue |
+    | 1 and 2 | 232 | consumers: wait on `full[stage]`, WGMMA, then the epilogue. Cooperative: half of each tile's weight rows |
+    | | | each; ping-pong: every other tile, so that one's epilogue runs under the other's WGMMA |
 
     Pipelines: one ring of `stages` shared-memory stages. `full[s]` counts the producer's arrival and the TMA bytes;
-    `empty[s]` counts one arrival of each consumer warp of each CTA in the cluster, since the token tile is multicast and
-    a producer overwrites the stage of its peer too.
+    `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile is
+    multicast and a producer overwrites the stage of its peer too.
 
     Persistent: cluster c takes the work numbers c, c + clusters, ... of `tile_scheduler`. Every role computes them itself
     from a table of the experts' tiles, made in shared memory at the start.
@@ -45,7 +48,7 @@ class GroupedGemm:
     Gate and up (an epilogue with two accumulators): one 5-D TMA view takes 8 gate rows, the 8 matching up rows, and so on.
     In the m64nNk16 accumulator a thread holds rows r and r + 8 of each 16: gate and up of the same output element.
 
-    Store: a consumer warpgroup transposes `STORE_TOKENS` tokens at a time through its own shared memory (stmatrix.trans),
+    Store: a consumer warpgroup transposes `store_tokens` tokens at a time through its own shared memory (stmatrix.trans),
     then stores 16 bytes a thread along the features. Rows past the tile's last are masked.
     """
 
@@ -56,14 +59,17 @@ class GroupedGemm:
         self.tile_features = config.tile_features
         self.tile_outputs = config.tile_features // spec.epilogue.accumulators
         self.token_widths = config.token_widths
-        self.tile_tokens = config.tile_tokens
         self.token_box = config.token_box
+        self.stage_tokens = config.stage_tokens
         self.cluster = config.cluster
+        self.ping_pong = config.ping_pong
         self.stages = config.stages(spec.epilogue)
-        self.consumers = config.tile_features // 64
-        self.threads = WARPGROUP * (1 + self.consumers)
-        self.outputs_per_consumer = self.tile_outputs // self.consumers
-        self.store_pitch = self.outputs_per_consumer + STORE_PAD
+        self.threads = WARPGROUP * (1 + CONSUMERS)
+        self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that work on one tile
+        self.blocks = config.consumer_blocks
+        self.block_outputs = 64 // spec.epilogue.accumulators
+        self.store_tokens = config.store_tokens
+        self.store_pitch = self.block_outputs + STORE_PAD
 
     @cute.jit
     def __call__(
@@ -146,7 +152,7 @@ class GroupedGemm:
         """Shared-memory layouts: weights (features, K, stages) and tokens (box, K, boxes, stages), 128-byte swizzle."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         weights = cute.tile_to_shape(atom, (self.tile_features, REDUCTION_TILE, self.stages), order=(0, 1, 2))
-        boxes = self.tile_tokens // self.token_box
+        boxes = self.stage_tokens // self.token_box
         tokens = cute.tile_to_shape(atom, (self.token_box, REDUCTION_TILE, boxes, self.stages), order=(0, 1, 2, 3))
         return weights, tokens
 
@@ -198,28 +204,13 @@ class GroupedGemm:
         s_rows = smem.allocate_tensor(
             self.dtype, rows_layout.outer, byte_alignment=ALIGNMENT, swizzle=rows_layout.inner
         )
-        s_store = smem.allocate_tensor(
-            self.dtype,
-            cute.make_layout(
-                (STORE_TOKENS, self.store_pitch, 2, self.consumers),
-                stride=(
-                    self.store_pitch,
-                    1,
-                    STORE_TOKENS * self.store_pitch,
-                    2 * STORE_TOKENS * self.store_pitch,
-                ),
-            ),
-            byte_alignment=16,
-        )
-        s_row_values = [
-            smem.allocate_tensor(Float32, cute.make_layout((self.tile_tokens, self.consumers)), byte_alignment=16)
-            for _ in row_tensors
-        ]
+        store_rows = 2 * CONSUMERS * self.store_tokens
+        s_store = smem.allocate_array(self.dtype, store_rows * self.store_pitch, byte_alignment=16)
+        row_layout = cute.make_layout((self.stage_tokens, CONSUMERS))
+        s_row_values = [smem.allocate_tensor(Float32, row_layout, byte_alignment=16) for _ in row_tensors]
         s_row_index = None
         if cutlass.const_expr(row_index_M is not None):
-            s_row_index = smem.allocate_tensor(
-                Int32, cute.make_layout((self.tile_tokens, self.consumers)), byte_alignment=16
-            )
+            s_row_index = smem.allocate_tensor(Int32, row_layout, byte_alignment=16)
         s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
         s_tile_starts = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
         full = smem.allocate_array(Int64, self.stages)
@@ -231,7 +222,7 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, self.consumers * 4 * self.cluster)
+                    cute.arch.mbarrier_init(empty + s, self.sharers * 4 * self.cluster)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -241,7 +232,7 @@ class GroupedGemm:
             s_offsets[i] = offsets_E1[i]
         cute.arch.sync_threads()
         for i in cutlass.range(thread, experts, self.threads):
-            s_tile_starts[i] = tile_scheduler.count_token_tiles(s_offsets[i + 1] - s_offsets[i], self.tile_tokens)
+            s_tile_starts[i] = tile_scheduler.count_token_tiles(s_offsets[i + 1] - s_offsets[i], self.token_widths[-1])
         cute.arch.sync_threads()
         if warp == 0:
             tile_scheduler.prefix_sum_by_warp(s_tile_starts, experts, cute.arch.lane_idx())
@@ -274,7 +265,18 @@ class GroupedGemm:
                         cute.domain_offset((first_row, 0), rows_MK), (self.token_box, REDUCTION_TILE), (None, None)
                     )
                     stage, phase = self._load_tile(
-                        tma_weights, g_weights, s_weights, tma_rows, g_rows, s_rows, tokens, rank, full, empty, stage, phase
+                        tma_weights,
+                        g_weights,
+                        s_weights,
+                        tma_rows,
+                        g_rows,
+                        s_rows,
+                        tokens,
+                        rank,
+                        full,
+                        empty,
+                        stage,
+                        phase,
                     )
                     work += work_step
                 # A CTA must not leave while its peer may still write to it or arrive on its barriers.
@@ -285,14 +287,17 @@ class GroupedGemm:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
-            out_tile_step = self.tile_outputs * self.cluster
+            if cutlass.const_expr(self.ping_pong):
+                work += consumer * work_step
+                work_step *= CONSUMERS
+                if consumer == 1:
+                    stage, phase = self._skip(stage, phase, reduction_tiles)
+                    self._pass_turn(consumer)
             while work < work_end:
                 _, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                     work, feature_tiles, experts, s_offsets, s_tile_starts
                 )
-                first_output = (
-                    feature_tile * out_tile_step + rank * self.tile_outputs + consumer * self.outputs_per_consumer
-                )
+                first_output = (feature_tile * self.cluster + rank) * self.tile_outputs
                 # One branch for each compiled width: the WGMMA's N is part of the instruction.
                 for i in cutlass.range_constexpr(len(self.token_widths)):
                     narrower = 0 if i == 0 else self.token_widths[i - 1]
@@ -302,6 +307,8 @@ class GroupedGemm:
                             row_tensors, row_index_M, out_MN, first_row, tokens, first_output, consumer,
                             reduction_tiles, swap, full, empty, stage, phase,
                         )  # fmt: skip
+                if cutlass.const_expr(self.ping_pong):
+                    stage, phase = self._skip(stage, phase, reduction_tiles)
                 work += work_step
 
     @cute.jit
@@ -346,9 +353,7 @@ class GroupedGemm:
                         mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
                     )
                 else:
-                    cute.copy(
-                        tma_rows, from_rows[None, box, k], to_rows[None, box, stage], tma_bar_ptr=full + stage
-                    )
+                    cute.copy(tma_rows, from_rows[None, box, k], to_rows[None, box, stage], tma_bar_ptr=full + stage)
             stage, phase = self._advance(stage, phase)
         return stage, phase
 
@@ -358,7 +363,7 @@ class GroupedGemm:
         width: cutlass.Constexpr[int],
         s_weights: cute.Tensor,
         s_rows: cute.Tensor,
-        s_store: cute.Tensor,
+        s_store: cute.Pointer,
         s_row_values: list,
         s_row_index: cute.Tensor | None,
         row_tensors: tuple,
@@ -393,7 +398,7 @@ class GroupedGemm:
             width, s_weights, s_rows, consumer, reduction_tiles, full, empty, stage, phase
         )
 
-        barrier = 1 + consumer  # barrier 0 is sync_threads
+        barrier = FIRST_STORE_BARRIER + consumer
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         for i in cutlass.range_constexpr(per_thread):
             token = thread + i * WARPGROUP
@@ -405,19 +410,26 @@ class GroupedGemm:
         if cutlass.const_expr(len(row_tensors) > 0 or row_index_M is not None):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
-        for chunk in cutlass.range_constexpr(cute.ceil_div(width, STORE_TOKENS)):
-            if chunk * STORE_TOKENS < tokens:
-                chunk_tokens = min(STORE_TOKENS, width - chunk * STORE_TOKENS)
-                s_chunk = s_store[None, None, chunk % 2, consumer]
-                for unit in cutlass.range_constexpr(chunk_tokens // 16):
-                    self._transpose_unit(
-                        accumulator, chunk * STORE_TOKENS + unit * 16, unit * 16, s_chunk, s_row_values, consumer, swap
-                    )
-                # Two buffers: whoever is past this barrier has read the other one.
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-                self._store_chunk(
-                    s_chunk, s_row_index, out_MN, chunk * STORE_TOKENS, chunk_tokens, first_row, tokens, first_output, consumer
-                )
+        for chunk in cutlass.range_constexpr(cute.ceil_div(width, self.store_tokens)):
+            if chunk * self.store_tokens < tokens:
+                chunk_tokens = min(self.store_tokens, width - chunk * self.store_tokens)
+                for block in cutlass.range_constexpr(self.blocks):
+                    # Two buffers in turn: whoever is past this barrier has read the other one.
+                    buffer = (chunk * self.blocks + block) % 2 + 2 * consumer
+                    s_chunk = s_store + buffer * (self.store_tokens * self.store_pitch)
+                    for token in cutlass.range_constexpr(0, chunk_tokens, 16):
+                        self._transpose(
+                            accumulator, block, chunk * self.store_tokens + token, min(16, chunk_tokens - token), token,
+                            s_chunk, s_row_values, consumer, swap,
+                        )  # fmt: skip
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+                    block_output = block * self.block_outputs * self.sharers
+                    if cutlass.const_expr(not self.ping_pong):
+                        block_output += consumer * self.block_outputs
+                    self._store_chunk(
+                        s_chunk, s_row_index, out_MN, chunk * self.store_tokens, chunk_tokens, first_row, tokens,
+                        first_output + block_output, consumer,
+                    )  # fmt: skip
         return stage, phase
 
     @cute.jit
@@ -433,23 +445,24 @@ class GroupedGemm:
         stage: Int32,
         phase: Int32,
     ):
-        """Mainloop: the accumulator of 64 weight rows by `width` tokens, flat: value c + 2 * r + 4 * j is the one at
-        weight row lane / 4 + 8 * r (+ 16 * warp) and token 2 * (lane % 4) + c + 8 * j."""
+        """Mainloop. Returns the accumulator as (c, r, j, block): the value at row lane / 4 + 8 * r + 16 * warp of that 64-row
+        block of weights, and token 2 * (lane % 4) + c + 8 * j."""
+        instructions = 1 if width <= 256 else 2
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             warpgroup.OperandMajorMode.K,
             warpgroup.OperandMajorMode.K,
             Float32,
-            (self.consumers, 1, 1),
-            tiler_mn=(64, width),
+            (self.sharers, 1, 1),
+            tiler_mn=(64, width // instructions),
         )
-        thr_mma = tiled_mma.get_slice(consumer * WARPGROUP)
+        thr_mma = tiled_mma.get_slice(0 if self.ping_pong else consumer * WARPGROUP)
         # The first `width` rows of a stage: 8-row swizzle atoms, a stage apart.
         atom_elements = 8 * REDUCTION_TILE
         narrow = cute.make_layout(
             ((8, width // 8), REDUCTION_TILE, self.stages),
-            stride=((REDUCTION_TILE, atom_elements), 1, self.tile_tokens * REDUCTION_TILE),
+            stride=((REDUCTION_TILE, atom_elements), 1, self.stage_tokens * REDUCTION_TILE),
         )
         a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_weights))
         b = tiled_mma.make_fragment_B(thr_mma.partition_B(cute.make_tensor(s_rows.iterator, narrow)))
@@ -458,6 +471,9 @@ class GroupedGemm:
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
         previous = stage
+        if cutlass.const_expr(self.ping_pong):
+            # In turns: a warpgroup that waited for a stage while it is two fills behind would mistake the fill's parity.
+            cute.arch.barrier(barrier_id=FIRST_TURN_BARRIER + consumer, number_of_threads=CONSUMERS * WARPGROUP)
         for k in cutlass.range(reduction_tiles):
             cute.arch.mbarrier_wait(full + stage, phase)
             for block in cutlass.range_constexpr(REDUCTION_TILE // WGMMA_K):
@@ -468,9 +484,16 @@ class GroupedGemm:
                 self._release(empty, previous)
             previous = stage
             stage, phase = self._advance(stage, phase)
+        if cutlass.const_expr(self.ping_pong):
+            self._pass_turn(consumer)
         warpgroup.wait_group(0)
         self._release(empty, previous)
-        return cute.make_tensor(accumulator.iterator, cute.make_layout(cute.size(accumulator))), stage, phase
+        # From ((c, r, j), blocks, instructions), compact, to (c, r, (j, instructions), blocks).
+        j = width // instructions // 8
+        layout = cute.make_layout(
+            (2, 2, (j, instructions), self.blocks), stride=(1, 2, (4, 4 * j * self.blocks), 4 * j)
+        )
+        return cute.make_tensor(accumulator.iterator, layout), stage, phase
 
     @cute.jit
     def _release(self, empty: cute.Pointer, stage: Int32):
@@ -483,50 +506,49 @@ class GroupedGemm:
                 cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
-    def _transpose_unit(
+    def _transpose(
         self,
         accumulator: cute.Tensor,
+        block: cutlass.Constexpr[int],
         first_token: cutlass.Constexpr[int],
+        tokens: cutlass.Constexpr[int],
         store_token: cutlass.Constexpr[int],
-        s_chunk: cute.Tensor,
+        s_chunk: cute.Pointer,
         s_row_values: list,
         consumer: Int32,
         swap: Boolean,
     ):
-        """Applies the epilogue to 16 tokens and writes them token-major to `s_chunk` from row `store_token` on."""
+        """Applies the epilogue to 8 or 16 tokens of a 64-row block; writes them token-major to `s_chunk` from row `store_token`."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.warp_idx() % 4
-        halves = 1 if self.gated else 2  # 8-feature blocks a warp holds for each token
-        matrices = 2 * halves
+        halves = 1 if self.gated else 2  # 8-feature blocks that a warp holds for each token
+        matrices = tokens // 8 * halves
         packed = cute.make_rmem_tensor((2 * matrices,), self.dtype)
-        for j in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(tokens // 8):
             for c in cutlass.range_constexpr(2):
                 token = first_token + 8 * j + 2 * (lane % 4) + c
-                tensors = {
-                    t.name: s_row_values[n][token, consumer] for n, t in enumerate(self.epilogue.tensors)
-                }
-                at = c + 4 * (first_token // 8 + j)
+                tensors = {t.name: s_row_values[n][token, consumer] for n, t in enumerate(self.epilogue.tensors)}
+                values = accumulator[c, None, first_token // 8 + j, block]
                 if cutlass.const_expr(self.gated):
-                    low, high = accumulator[at], accumulator[at + 2]
-                    gate = high if swap else low
-                    up = low if swap else high
+                    gate = values[1] if swap else values[0]
+                    up = values[0] if swap else values[1]
                     packed[2 * j + c] = self.epilogue.math(DslOps, gate, up, **tensors).to(self.dtype)
                 else:
                     for r in cutlass.range_constexpr(2):
-                        value = self.epilogue.math(DslOps, accumulator[at + 2 * r], **tensors)
+                        value = self.epilogue.math(DslOps, values[r], **tensors)
                         packed[4 * j + 2 * r + c] = value.to(self.dtype)
         # Lane l gives the address of row l % 8 of matrix l / 8: token l % 8, and the 8 features of that matrix.
         matrix = lane // 8
-        row = store_token + lane % 8 + 8 * (matrix // halves % 2)
+        row = store_token + lane % 8 + 8 * (matrix // halves % (tokens // 8))
         column = 8 * halves * warp + 8 * (matrix % halves)
+        address = (s_chunk + (row * self.store_pitch + column)).align(16)
         atom = cute.make_copy_atom(warp_copy.StMatrix8x8x16bOp(transpose=True, num_matrices=matrices), self.dtype)
-        address = (s_chunk.iterator + (row * self.store_pitch + column)).align(16)
         cute.copy_atom_call(atom, packed, cute.make_tensor(address, cute.make_layout((VECTOR,))))
 
     @cute.jit
     def _store_chunk(
         self,
-        s_chunk: cute.Tensor,
+        s_chunk: cute.Pointer,
         s_row_index: cute.Tensor | None,
         out_MN: cute.Tensor,
         chunk_begin: cutlass.Constexpr[int],
@@ -536,9 +558,9 @@ class GroupedGemm:
         first_output: Int32,
         consumer: Int32,
     ):
-        """Stores up to 32 token rows of this warpgroup's features, 16 bytes a thread."""
+        """Stores the token rows of one block's outputs, 16 bytes a thread."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        vectors = self.outputs_per_consumer // VECTOR
+        vectors = self.block_outputs // VECTOR
         for i in cutlass.range_constexpr(cute.ceil_div(chunk_tokens * vectors, WARPGROUP)):
             position = thread + i * WARPGROUP
             row = position // vectors
@@ -548,7 +570,8 @@ class GroupedGemm:
                 out_row = first_row + token
                 if cutlass.const_expr(s_row_index is not None):
                     out_row = s_row_index[token, consumer]
-                vector = cute.local_tile(s_chunk, (1, VECTOR), (row, position % vectors)).load()
+                address = (s_chunk + (row * self.store_pitch + position % vectors * VECTOR)).align(16)
+                vector = cute.make_tensor(address, cute.make_layout((1, VECTOR))).load()
                 cute.local_tile(out_MN, (1, VECTOR), (Int64(out_row), output // VECTOR)).store(vector)
 
     @cute.jit
@@ -559,3 +582,14 @@ class GroupedGemm:
             stage = Int32(0)
             phase = phase ^ 1
         return stage, phase
+
+    @cute.jit
+    def _skip(self, stage: Int32, phase: Int32, count: Int32):
+        """The stage `count` further on: what the other warpgroup consumes in ping-pong."""
+        total = stage + count
+        return total % self.stages, phase ^ (total // self.stages % 2)
+
+    @cute.jit
+    def _pass_turn(self, consumer: Int32):
+        """Ping-pong: lets the other consumer warpgroup multiply."""
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN_BARRIER + 1 - consumer, number_of_threads=CONSUMERS * WARPGROUP)

@@ -173,6 +173,6 @@ def route(
         count_kernel(ids_M, chunk_counts_CE).launch(
             grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
-    place_kernel(
-        ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE
-    ).launch(grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+    place_kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE).launch(
+        grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    )

@@ -1,0 +1,435 @@
+"""Builds, loads and refuses libraries. Their kernels are in C: fast to compile, and they run on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cutlass_moe.__main__ import main
+from cutlass_moe.aot import build, load, locations
+from cutlass_moe.aot.locations import LIBRARY_NAME, LIBRARY_VARIABLE, MANIFEST_NAME
+from cutlass_moe.aot.manifest import KernelEntry, LibraryError, Manifest, file_sha256, read_manifest
+from cutlass_moe.aot.sass import Resources
+from cutlass_moe.config import CombineSpec, KernelSpec, PermuteSpec
+from cutlass_moe.kernels import compiler
+
+COMBINE, PERMUTE = CombineSpec("bfloat16"), PermuteSpec("bfloat16")
+RETURN_NOTHING = "return 0;"
+OUT_OF_MEMORY = "CuteDSLRT_TVMFFISetRaisedCudaError(TVMFFIErrorSetRaisedFromCStrParts, 2); return -1;"
+TOO_LARGE = """CuteDSLRT_TVMFFISetRaisedCudaLaunchError(TVMFFIErrorSetRaisedFromCStrParts,
+    1, 2, 3, 512, 1, 1, 512, 300000, 0, 1024, 1024, 1024, 64, 2147483647, 65535, 65535, 49152, 232448,
+    "dynamic_smem", "gemm.py", 7, 0, 0); return -1;"""
+C_KERNEL = """
+#include <stdint.h>
+void TVMFFIErrorSetRaisedFromCStrParts(const char *, const char **, int32_t);
+typedef void (*SetRaised)(const char *, const char **, int32_t);
+void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised, int32_t);
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(
+    SetRaised, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t,
+    int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
+    const char *, const char *, int32_t, int32_t, int32_t);
+int __tvm_ffi_%s(void *self, const void *arguments, int32_t count, void *result) { %s }
+"""
+
+
+@dataclass
+class Compiler:
+    """Stands for the DSL: `bodies` are the C kernels, by name; `calls` the names compiled so far."""
+
+    sources: Path
+    bodies: dict[str, str] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def source(self, spec: KernelSpec) -> Path:
+        path = self.sources / f"{spec.name}.py"
+        if not path.exists():
+            path.write_text("first version")
+        return path
+
+    def compile_kernel(self, spec: KernelSpec) -> Any:
+        self.calls.append(spec.name)
+        body = self.bodies.get(spec.name, RETURN_NOTHING)
+
+        def export_to_c(object_file_path: str, function_name: str) -> None:
+            source = self.sources / f"{function_name}.c"
+            source.write_text(C_KERNEL % (function_name, body))
+            subprocess.run(["cc", "-fPIC", "-c", str(source), "-o", object_file_path], check=True)
+
+        return SimpleNamespace(artifacts=SimpleNamespace(CUBIN=b"cubin"), export_to_c=export_to_c)
+
+
+@pytest.fixture
+def c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Kernels in C instead of the DSL, and a user's cache of the test's own."""
+    made = Compiler(tmp_path / "sources")
+    made.sources.mkdir()
+    monkeypatch.setattr(compiler, "compile_kernel", made.compile_kernel)
+    monkeypatch.setattr(compiler, "kernel_sources", lambda spec: [made.source(spec)])
+    monkeypatch.setattr(build, "can_inspect", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+@pytest.fixture
+def library(tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A library with one kernel, COMBINE, that `load` looks at."""
+    directory = tmp_path / "library"
+    build.build([COMBINE], directory, jobs=1)
+    c_compiler.calls.clear()
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(directory))
+    load.reset()
+    yield directory
+    load.reset()
+
+
+# ---- build
+
+
+def test_build_makes_a_library_that_runs(library: Path) -> None:
+    assert load.get_kernel(COMBINE)(1, 2.0) is None
+    assert load.get_kernel(COMBINE) is load.get_kernel(COMBINE)
+
+
+def test_build_compiles_only_what_changed(tmp_path: Path, c_compiler: Compiler) -> None:
+    specs: list[KernelSpec] = [COMBINE, PERMUTE]
+    assert build.build(specs, tmp_path, jobs=1).compiled == (COMBINE.name, PERMUTE.name)
+    before = (tmp_path / LIBRARY_NAME).stat()
+    assert build.build(specs, tmp_path, jobs=1).compiled == ()
+    assert (tmp_path / LIBRARY_NAME).stat().st_mtime_ns == before.st_mtime_ns
+    c_compiler.source(PERMUTE).write_text("second version")
+    result = build.build(specs, tmp_path, jobs=1)
+    assert result.compiled == (PERMUTE.name,)
+    assert c_compiler.calls == [COMBINE.name, PERMUTE.name, PERMUTE.name]
+    assert result.manifest == read_manifest(tmp_path)
+    assert len(list((tmp_path / "objects").glob("*.o"))) == 2  # the old one is gone
+
+
+def test_build_reports_progress(tmp_path: Path, c_compiler: Compiler) -> None:
+    seen: list[tuple[str, int, int]] = []
+    build.build([COMBINE, PERMUTE], tmp_path, jobs=1, progress=lambda *step: seen.append(step))
+    assert seen == [("", 0, 2), (COMBINE.name, 1, 2), (PERMUTE.name, 2, 2)]
+
+
+def test_failed_build_leaves_the_library_as_it_was(
+    library: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: (library / name).read_bytes() for name in (LIBRARY_NAME, MANIFEST_NAME)}
+
+    def fail(spec: KernelSpec) -> Any:
+        raise ValueError("bad layout")
+
+    monkeypatch.setattr(compiler, "compile_kernel", fail)
+    with pytest.raises(build.BuildError, match=f"{PERMUTE.name} does not compile: ValueError: bad layout"):
+        build.build([COMBINE, PERMUTE], library, jobs=1)
+    assert before == {name: (library / name).read_bytes() for name in before}
+
+
+def test_build_without_a_c_compiler(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="no C compiler: 'no-such-compiler' is not on the PATH"):
+        build.build([COMBINE], library, jobs=1)
+
+
+def test_build_refuses_two_kernels_of_one_name(tmp_path: Path, c_compiler: Compiler) -> None:
+    with pytest.raises(build.BuildError, match=f"got twice: {COMBINE.name}"):
+        build.build([COMBINE, CombineSpec("bfloat16")], tmp_path, jobs=1)
+
+
+def test_hash_follows_source_spec_and_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernel.py"
+    source.write_text("first version")
+    first = build.hash_sources(COMBINE, [source])
+    assert build.hash_sources(CombineSpec("float16"), [source]) != first
+
+    elsewhere = tmp_path / "elsewhere" / "kernel.py"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("first version")
+    assert build.hash_sources(COMBINE, [elsewhere]) == first
+    assert build.hash_sources(COMBINE, [source, elsewhere]) != first
+
+    source.write_text("second version")
+    assert build.hash_sources(COMBINE, [source]) != first
+    source.write_text("first version")
+    assert build.hash_sources(COMBINE, [source]) == first
+    monkeypatch.setattr(build, "dsl_version", lambda: "4.9.0")
+    assert build.hash_sources(COMBINE, [source]) != first
+
+
+def test_library_shows_only_its_kernels(library: Path) -> None:
+    shared = ctypes.CDLL(str(library / LIBRARY_NAME))
+    assert hasattr(shared, f"__tvm_ffi_{COMBINE.name}")
+    for private in ("CuteDSLRT_TVMFFISetRaisedCudaError", "cuda_dialect_init_library_once", "_cudaMalloc"):
+        assert not hasattr(shared, private)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (OUT_OF_MEMORY, ["cudaErrorMemoryAllocation", "out of memory"]),
+        (TOO_LARGE, ["dynamic_smem", "grid (1, 2, 3)", "300000 bytes", "232448 bytes", "gemm.py:7"]),
+    ],
+)
+def test_cuda_errors_become_exceptions(tmp_path: Path, c_compiler: Compiler, body: str, words: list[str]) -> None:
+    c_compiler.bodies[COMBINE.name] = body
+    build.build([COMBINE], tmp_path / "library", jobs=1)
+    kernel = load.KernelLibrary(tmp_path / "library").function(COMBINE)
+    with pytest.raises(RuntimeError) as raised:
+        kernel()
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+# ---- manifest
+
+ENTRY = KernelEntry(
+    name="combine_bfloat16",
+    spec={"kind": "combine", "widths": [8, 16]},
+    source_hash="ab12",
+    cubin_sha256="ef56",
+    resources=Resources(32, 0, 0, 0, 0, 0, 4, 2),
+)
+MANIFEST = Manifest(
+    schema=SCHEMA_VERSION,
+    cutlass_moe=VERSION,
+    arch="sm_90a",
+    dsl="4.8.1",
+    c_compiler="cc 12",
+    tvm_ffi="0.1",
+    cuda=13,
+    library=LIBRARY_NAME,
+    library_sha256="cd34",
+    kernels={ENTRY.name: ENTRY},
+)
+
+
+def test_manifest_round_trip(tmp_path: Path) -> None:
+    uninspected = dataclasses.replace(ENTRY, name="other", resources=None)
+    manifest = dataclasses.replace(MANIFEST, kernels={**MANIFEST.kernels, "other": uninspected})
+    manifest.write(tmp_path)
+    assert read_manifest(tmp_path) == manifest
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("schema"), "it has no schema version"),
+        (lambda content: content.update(schema=99), "its schema is 99, and this version reads schema 1"),
+        (lambda content: content.pop("arch"), "it lacks arch"),
+        (lambda content: content["kernels"][0].pop("spec"), "a kernel's entry is malformed"),
+        (
+            lambda content: content["kernels"][0]["resources"].update(colour=1),
+            "a kernel's entry is malformed",
+        ),
+    ],
+)
+def test_manifest_that_cannot_be_read(change: Callable[[Any], Any], message: str) -> None:
+    content = json.loads(MANIFEST.to_json())
+    change(content)
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(json.dumps(content))
+
+
+# ---- load
+
+
+def edit_manifest(directory: Path, **values: Any) -> None:
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: truncate(d / LIBRARY_NAME), "is damaged, or not the one that its manifest describes"),
+        (lambda d: (d / LIBRARY_NAME).unlink(), "is missing, though its manifest is there"),
+        (lambda d: (d / MANIFEST_NAME).unlink(), "no kernel library in"),
+        (lambda d: (d / MANIFEST_NAME).write_text("{"), "cannot be read"),
+        (lambda d: edit_manifest(d, schema=0), "its schema is 0, and this version reads schema 1"),
+        (lambda d: edit_manifest(d, arch="sm_100a"), "is for sm_100a, and this version needs sm_90a"),
+        (lambda d: edit_manifest(d, tvm_ffi="0.9"), "was linked to tvm_ffi 0.9, and tvm_ffi"),
+        (lambda d: edit_manifest(d, cuda=12), "is for CUDA 12, and this version needs CUDA 13"),
+    ],
+)
+def test_library_that_is_refused(library: Path, damage: Callable[[Path], Any], message: str) -> None:
+    damage(library)
+    with pytest.raises(LibraryError, match=message) as raised:
+        load.get_kernel(COMBINE)
+    assert "python -m cutlass_moe build" in str(raised.value)
+
+
+def test_library_that_does_not_load(library: Path) -> None:
+    (library / LIBRARY_NAME).write_bytes(b"not a library")
+    edit_manifest(library, library_sha256=file_sha256(library / LIBRARY_NAME))
+    with pytest.raises(LibraryError, match="cannot be loaded"):
+        load.get_kernel(COMBINE)
+
+
+def test_library_that_lacks_a_kernel_of_its_manifest(library: Path) -> None:
+    entry = {"name": PERMUTE.name, "spec": PERMUTE.describe(), "source_hash": "", "resources": None}
+    edit_manifest(library, kernels=[entry])
+    with pytest.raises(LibraryError, match=f"lacks {PERMUTE.name}"):
+        load.get_kernel(PERMUTE)
+
+
+def test_missing_kernel_without_the_dsl(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "dsl_version", lambda: None)
+    with pytest.raises(RuntimeError) as raised:
+        load.get_kernel(PERMUTE)
+    for words in (
+        PERMUTE.name,
+        str(library),
+        "nvidia-cutlass-dsl is not installed",
+        "python -m cutlass_moe build",
+    ):
+        assert words in str(raised.value)
+
+
+def test_missing_library_without_the_dsl(c_compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setattr(locations, "package_directory", lambda: tmp_path / "package")
+    monkeypatch.setattr(build, "dsl_version", lambda: None)
+    load.reset()
+    with pytest.raises(RuntimeError, match=f"kernel {COMBINE.name} is not in .*python -m cutlass_moe build"):
+        load.get_kernel(COMBINE)
+
+
+def test_missing_kernel_is_compiled_on_first_use_and_kept(
+    library: Path, c_compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="cutlass_moe"):
+        assert load.get_kernel(PERMUTE)() is None
+        assert load.get_kernel(PERMUTE)() is None
+    assert len(caplog.records) == 1
+    assert PERMUTE.name in caplog.text
+    load.reset()  # as in a new process
+    assert load.get_kernel(PERMUTE)() is None
+    assert c_compiler.calls == [PERMUTE.name]
+    c_compiler.source(PERMUTE).write_text("second version")
+    load.reset()
+    load.get_kernel(PERMUTE)
+    assert c_compiler.calls == [PERMUTE.name] * 2
+
+
+def test_kernel_built_to_another_spec_is_not_used(library: Path, c_compiler: Compiler) -> None:
+    entry = {"name": COMBINE.name, "spec": {"kind": "older"}, "source_hash": "", "resources": None}
+    edit_manifest(library, kernels=[entry])
+    load.get_kernel(COMBINE)
+    assert c_compiler.calls == [COMBINE.name]
+
+
+def test_threads_get_one_kernel(library: Path, c_compiler: Compiler) -> None:
+    start = threading.Barrier(8)
+
+    def get(_: int) -> Any:
+        start.wait()
+        return load.get_kernel(PERMUTE)
+
+    with ThreadPoolExecutor(8) as pool:
+        kernels = list(pool.map(get, range(8)))
+    assert all(kernel is kernels[0] for kernel in kernels)
+    assert c_compiler.calls == [PERMUTE.name]
+
+
+def test_missing_cuda_runtime_is_said(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "CUDA_RUNTIME_NAME", "libcudart.so.0")
+    monkeypatch.setattr(load, "find_cuda_runtime", lambda: None)
+    with pytest.raises(LibraryError, match=r"libcudart\.so\.0, which the kernels need, is neither"):
+        load.get_kernel(COMBINE)
+
+
+def test_loading_does_not_import_the_dsl() -> None:
+    code = "import sys, cutlass_moe.aot.load; sys.exit('cutlass' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- where libraries are
+
+
+def test_variable_names_a_directory_or_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for value in (tmp_path, tmp_path / LIBRARY_NAME):
+        monkeypatch.setenv(LIBRARY_VARIABLE, str(value))
+        assert locations.find_library() == tmp_path
+
+
+def test_default_output_is_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert locations.default_output() == tmp_path / "cutlass_moe" / "lib"
+
+
+def test_library_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(locations, "package_directory", lambda: tmp_path / "package")
+    assert locations.find_library() is None
+    cached = tmp_path / "cutlass_moe" / "lib"
+    cached.mkdir(parents=True)
+    MANIFEST.write(cached)
+    assert locations.find_library() == cached
+
+
+# ---- command line
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["biuld"], ["build", "--job", "x"], ["build", "--jobs", "0"], ["list", "--all"]]
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: python -m cutlass_moe" in capsys.readouterr().err
+
+
+def test_list_shows_what_is_built(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{library}: 1 kernels for sm_90a" in shown
+    assert "not built" in shown
+
+
+def test_list_refuses_a_bad_library(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_manifest(library, schema=0)
+    assert main(["list"]) == 1
+    assert "its schema is 0" in capsys.readouterr().err
+
+
+def test_build_shows_where_a_kernel_does_not_compile(
+    tmp_path: Path,
+    c_compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def trace_the_layout(spec: KernelSpec) -> Any:
+        raise ValueError("bad layout")
+
+    monkeypatch.setattr(compiler, "compile_kernel", trace_the_layout)
+    assert main(["build", "--output", str(tmp_path), "--jobs", "1"]) == 1
+    shown = capsys.readouterr().err
+    assert "trace_the_layout" in shown
+    assert shown.splitlines()[-1].endswith("does not compile: ValueError: bad layout")
+
+
+def test_build_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "dsl_version", lambda: None)
+    assert main(["build", "--output", str(tmp_path)]) == 1
+    assert "nvidia-cutlass-dsl is not installed" in capsys.readouterr().err

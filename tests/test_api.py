@@ -1,0 +1,355 @@
+"""The public functions on the CPU: steps, layouts, torch.library, torch.compile; the host path of CUDA."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cutlass_moe
+from cutlass_moe import checks, reference
+from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, route_chunks
+from cutlass_moe.experts import launch_experts
+from epilogues import RoutingScale, SiluGate
+
+T, K, E, H, I = 11, 3, 5, 32, 24  # noqa: E741
+
+
+def with_leading_dimensions(tensors: tuple[Tensor, ...], *leading: int) -> tuple[Tensor, ...]:
+    """x, ids and weights of a layer's arguments with the tokens' dimension split."""
+    x, w_gate, w_up, w_down, ids, weights = tensors
+    split = [t.reshape(*leading, t.shape[-1]) for t in (x, ids, weights)]
+    return (split[0], w_gate, w_up, w_down, split[1], split[2])
+
+
+@given(
+    ids=st.integers(1, 4).flatmap(
+        lambda k: st.lists(st.lists(st.integers(-2, E + 1), min_size=k, max_size=k), max_size=12)
+    ),
+    id_dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_plan_is_a_stable_sort(ids: list[list[int]], id_dtype: torch.dtype) -> None:
+    topk_ids = torch.tensor(ids, dtype=id_dtype).view(len(ids), len(ids[0]) if ids else 2)
+    weights = torch.arange(topk_ids.numel(), dtype=torch.float32).view_as(topk_ids)
+    plan = cutlass_moe.plan_routing(topk_ids, E, weights)
+    kept = [slot for slot, e in enumerate(topk_ids.flatten().tolist()) if 0 <= e < E]
+    order = sorted(kept, key=lambda slot: int(topk_ids.flatten()[slot]))
+    counts = [sum(int(topk_ids.flatten()[slot]) == e for slot in kept) for e in range(E)]
+    assert plan.expert_offsets_E1.tolist() == [sum(counts[:e]) for e in range(E + 1)]
+    assert plan.row_slot_M[: len(kept)].tolist() == order
+    assert plan.row_weight_M is not None and plan.row_weight_M[: len(kept)].tolist() == order
+    rows = {slot: row for row, slot in enumerate(order)}
+    assert plan.slot_row_TK.flatten().tolist() == [rows.get(slot, -1) for slot in range(topk_ids.numel())]
+    assert plan.slot_row_TK.shape == topk_ids.shape
+    assert {t.dtype for t in plan[:3] if isinstance(t, Tensor)} == {torch.int32}
+
+
+def test_plan_flattens_leading_dimensions_and_needs_no_weights(make_layer: Any) -> None:
+    ids = make_layer(12, K, E, H, I).ids
+    plan = cutlass_moe.plan_routing(ids.view(3, 2, 2, K), E)
+    assert plan.row_weight_M is None and plan.num_experts == E and plan.slot_row_TK.shape == (12, K)
+    assert torch.equal(plan.row_slot_M.long(), torch.argsort(ids.flatten(), stable=True))
+
+
+def test_steps_make_the_layer(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    layer.ids[2, 1] = -1
+    plan = cutlass_moe.plan_routing(layer.ids, E, layer.weights)
+    assert plan.row_weight_M is not None
+    h_MI = cutlass_moe.grouped_gemm(
+        cutlass_moe.permute(layer.x, plan),
+        (layer.w_gate, layer.w_up),
+        plan.expert_offsets_E1,
+        epilogue=SiluGate(),
+    )
+    y_MH = cutlass_moe.grouped_gemm(
+        h_MI,
+        layer.w_down,
+        plan.expert_offsets_E1,
+        epilogue=RoutingScale(),
+        tensors={"row_weight": plan.row_weight_M},
+        row_index=plan.row_slot_M,
+        out=torch.full((T * K, H), torch.nan, dtype=torch.bfloat16),
+    )
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    assert torch.equal(cutlass_moe.combine(y_MH, plan), expected)
+    out = torch.full((T, 2 * H), torch.nan, dtype=torch.bfloat16)
+    assert cutlass_moe.combine(y_MH, plan.slot_row_TK, out=out[:, :H]).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:, :H], expected) and out[:, H:].isnan().all()
+
+
+def test_grouped_gemm_writes_only_rows_that_experts_have() -> None:
+    a_MK, b_ENK = torch.randn(9, 16).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    out = torch.full((9, 8), torch.nan, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    assert cutlass_moe.grouped_gemm(a_MK, b_ENK, offsets, out=out) is out
+    torch.testing.assert_close(out[:2], a_MK[:2] @ b_ENK[0].T)
+    torch.testing.assert_close(out[2:6], a_MK[2:6] @ b_ENK[2].T)
+    assert out[6:].isnan().all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fused_weight_gives_the_bits_of_separate_weights(interleaved: bool, make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I, layout="interleaved" if interleaved else "concatenated")
+    x, w_gate, w_up, w_down, ids, weights = layer.arguments
+    actual = cutlass_moe.fused_experts_gate_up(x, layer.w_gate_up, w_down, ids, weights, interleaved=interleaved)
+    expected = cutlass_moe.fused_experts(x, w_gate.contiguous(), w_up.contiguous(), w_down, ids, weights)
+    assert torch.equal(actual, expected)
+
+
+def test_leading_dimensions(make_layer: Any) -> None:
+    layer = make_layer(12, K, E, H, I)
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    leading = with_leading_dimensions(layer.arguments, 2, 3, 2)
+    assert torch.equal(cutlass_moe.fused_experts(*leading), expected.view(2, 3, 2, H))
+    out = torch.full((2, 3, 2, H), torch.nan, dtype=torch.bfloat16)
+    assert cutlass_moe.fused_experts(*leading, out=out) is out
+    assert torch.equal(out, expected.view(2, 3, 2, H))
+    assert cutlass_moe.fused_experts(*with_leading_dimensions(make_layer(0, K, E, H, I).arguments, 3, 0)).shape == (
+        3,
+        0,
+        H,
+    )
+
+
+def test_strided_arguments(make_layer: Any) -> None:
+    """x and out in wider rows, ids and weights in a wider top-k, and x whose flattening takes a copy."""
+    layer = make_layer(12, K, E, H, I)
+    x, w_gate, w_up, w_down, ids, weights = layer.arguments
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    x_wide = torch.full((12, H + 8), torch.nan, dtype=torch.bfloat16)
+    x_wide[:, :H] = x
+    out_wide = torch.full((12, H + 16), torch.nan, dtype=torch.bfloat16)
+    ids_wide, weights_wide = torch.full((12, 2 * K), -7), torch.full((12, 2 * K), torch.nan)
+    ids_wide[:, ::2], weights_wide[:, ::2] = ids, weights
+    weights_of_layer = (w_gate, w_up, w_down)
+    cutlass_moe.fused_experts(
+        x_wide[:, :H], *weights_of_layer, ids_wide[:, ::2], weights_wide[:, ::2], out=out_wide[:, :H]
+    )
+    assert torch.equal(out_wide[:, :H], expected) and out_wide[:, H:].isnan().all()
+    x_transposed = x.view(3, 4, H).transpose(0, 1)
+    transposed = [t.view(3, 4, K).transpose(0, 1) for t in (ids, weights)]
+    actual = cutlass_moe.fused_experts(x_transposed, *weights_of_layer, *transposed)
+    assert torch.equal(actual, expected.view(3, 4, H).transpose(0, 1))
+
+
+def test_dropped_slots_leak_no_nan(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    layer.ids[4] = torch.tensor([-1, E, 10**10])
+    layer.x[4] = torch.nan
+    layer.weights[4] = torch.nan
+    layer.ids[5, 0], layer.weights[5, 0] = -1, torch.inf
+    layer.w_gate[3], layer.w_down[3] = torch.nan, torch.nan
+    layer.ids[layer.ids == 3] = 2
+    out = cutlass_moe.fused_experts(*layer.arguments)
+    assert out.isfinite().all() and not out[4].any()
+    plan = cutlass_moe.plan_routing(layer.ids, E)
+    y_MH = torch.ones(T * K, H, dtype=torch.bfloat16)
+    y_MH[4 * K : 5 * K] = torch.nan
+    assert not cutlass_moe.combine(y_MH, plan)[4].any()
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 0), (0, 0)])
+def test_nothing_to_do(tokens: int, top_k: int, make_layer: Any) -> None:
+    layer = make_layer(tokens, 1, E, H, I)
+    empty = torch.zeros(tokens, top_k)
+    arguments = (layer.x, layer.w_gate, layer.w_up, layer.w_down, empty.int(), empty)
+    out = cutlass_moe.fused_experts(*arguments)
+    assert out.shape == (tokens, H) and not out.any()
+    plan = cutlass_moe.plan_routing(empty.int(), E, empty)
+    assert plan.expert_offsets_E1.tolist() == [0] * (E + 1)
+    x_MH = cutlass_moe.permute(layer.x, plan)
+    assert x_MH.shape == (0, H)
+    assert cutlass_moe.grouped_gemm(x_MH, layer.w_gate, plan.expert_offsets_E1).shape == (0, I)
+    assert torch.equal(cutlass_moe.combine(x_MH, plan), out)
+
+
+def test_repeats_bitwise(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    assert all(torch.equal(cutlass_moe.fused_experts(*layer.arguments), expected) for _ in range(5))
+
+
+@pytest.mark.parametrize("layout", ["separate", "interleaved"])
+def test_operators_pass_opcheck(layout: str, make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I, layout=layout)
+    arguments = (*layer.arguments, "silu")
+    operators = torch.ops.cutlass_moe
+    torch.library.opcheck(operators.fused_experts.default, arguments)
+    torch.library.opcheck(operators.fused_experts_out.default, arguments, {"out": torch.empty_like(layer.x)})
+    torch.library.opcheck(operators.plan_routing.default, (layer.ids, layer.weights, E))
+    torch.library.opcheck(operators.plan_routing.default, (layer.ids, None, E))
+    plan = cutlass_moe.plan_routing(layer.ids, E, layer.weights)
+    torch.library.opcheck(operators.permute.default, (layer.x, plan.slot_row_TK))
+    y_MH = torch.randn(T * K, H).bfloat16()
+    torch.library.opcheck(operators.combine.default, (y_MH, plan.slot_row_TK))
+    torch.library.opcheck(operators.combine_out.default, (y_MH, plan.slot_row_TK), {"out": torch.empty_like(layer.x)})
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_as_one_graph_with_dynamic_tokens(
+    backend: str, make_layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(4, K, E, H, I, layout="interleaved")
+    graphs, distances = [], []
+
+    def block(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        y = cutlass_moe.fused_experts_gate_up(2 * x, layer.w_gate_up, layer.w_down, ids, weights, interleaved=True)
+        cutlass_moe.fused_experts(y, layer.w_gate, layer.w_up, layer.w_down, ids, weights, out=out)
+        plan = cutlass_moe.plan_routing(ids, E, weights)
+        return y, cutlass_moe.combine(cutlass_moe.permute(x, plan), plan)
+
+    def counting_backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    def record_distance(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, out: Tensor | None) -> None:
+        distances.append(w_up.data_ptr() - w_gate.data_ptr())
+
+    monkeypatch.setattr(checks, "check_experts_memory", record_distance)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counting_backend)
+    for tokens in (4, 7, 13):
+        inputs = make_layer(tokens, K, E, H, I, seed=tokens)
+        outs = [torch.full_like(inputs.x, torch.nan) for _ in range(2)]
+        actual = compiled(inputs.x, inputs.ids, inputs.weights, outs[0])
+        expected = block(inputs.x, inputs.ids, inputs.weights, outs[1])
+        for a, b in zip((*actual, outs[0]), (*expected, outs[1]), strict=True):
+            assert torch.equal(a, b)
+    assert len(graphs) == 1
+    assert set(distances) == {2 * H}, "the compiler copied the views of the fused weight"
+
+
+def test_checks_run_while_tracing(make_layer: Any) -> None:
+    layer = make_layer(4, K, E, H, I)
+    compiled = torch.compile(cutlass_moe.fused_experts, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="w_down must have shape"):
+        compiled(layer.x, layer.w_gate, layer.w_up, layer.w_gate, layer.ids, layer.weights)
+
+
+def test_import_needs_neither_the_dsl_nor_tvm_ffi() -> None:
+    code = "import sys, cutlass_moe; sys.exit(bool({'cutlass', 'tvm_ffi'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def torch_kernel(spec: KernelSpec) -> Callable[..., None]:
+    """What the kernel of this spec does, in plain torch; checks its arguments and their strides."""
+
+    def aligned(*tensors: Tensor) -> None:
+        for tensor in tensors:
+            assert tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1])
+            assert tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+    def route(
+        ids: Tensor,
+        weights: Tensor | None,
+        offsets: Tensor,
+        row_slot: Tensor,
+        slot_row: Tensor,
+        row_weight: Tensor | None,
+        chunk_counts: Tensor,
+    ) -> None:
+        experts = len(offsets) - 1
+        assert ids.is_contiguous() and chunk_counts.shape == (route_chunks(len(ids)), experts)
+        targets = (offsets, row_slot, slot_row, row_weight)
+        results = reference.route(ids, weights, experts)
+        kept = int(results[0][-1])
+        lengths = (experts + 1, kept, len(ids), kept)
+        for target, result, length in zip(targets, results, lengths, strict=True):
+            if target is not None and result is not None:
+                target[:length] = result[:length]
+
+    def permute(x: Tensor, slot_row: Tensor, x_MH: Tensor) -> None:
+        aligned(x, x_MH)
+        x_MH.copy_(reference.permute(x, slot_row))
+
+    def gemm(
+        rows: Tensor,
+        first: Tensor,
+        second: Tensor | None,
+        offsets: Tensor,
+        row_tensors: tuple[Tensor, ...] | None,
+        row_index: Tensor | None,
+        out: Tensor,
+        sm_count: int,
+    ) -> None:
+        assert isinstance(spec, GemmSpec) and sm_count == 132
+        weights = (first,) if second is None else (first, second)
+        assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
+        assert (row_index is not None) == spec.epilogue.scatter
+        aligned(rows, *weights, out)
+        values = zip(spec.epilogue.tensors, row_tensors or (), strict=True)
+        tensors = {declared.name: value for declared, value in values}
+        reference.grouped_gemm(rows, weights, offsets, spec.epilogue, tensors, row_index, out)
+
+    def combine(y: Tensor, slot_row: Tensor, out: Tensor) -> None:
+        aligned(y, out)
+        out.copy_(reference.combine(y, slot_row))
+
+    kinds: dict[type, Callable[..., None]] = {
+        RouteSpec: route,
+        PermuteSpec: permute,
+        GemmSpec: gemm,
+        CombineSpec: combine,
+    }
+    return kinds[type(spec)]
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]:
+    """Replaces the kernels, so that the host path of CUDA runs on CPU tensors. Gives the specs asked for."""
+    specs: list[KernelSpec] = []
+
+    def get_kernel(spec: KernelSpec) -> Callable[..., None]:
+        specs.append(spec)
+        return torch_kernel(spec)
+
+    names = ("routing._route", "permutation._permute", "grouped_gemm._gemm", "combine._combine")
+    lookups = [
+        getattr(importlib.import_module(f"cutlass_moe.{module}"), f"{function}_kernel")
+        for module, function in (name.split(".") for name in names)
+    ]
+    monkeypatch.setattr("cutlass_moe.aot.load.get_kernel", get_kernel)
+    monkeypatch.setattr(checks, "hopper_sm_count", lambda device: 132)
+    for lookup in lookups:
+        lookup.cache_clear()
+    yield specs
+    for lookup in lookups:
+        lookup.cache_clear()
+
+
+@pytest.mark.parametrize("layout", ["separate", "concatenated", "interleaved"])
+@pytest.mark.parametrize("shape", [(T, K, E), (1, 1, 1), (3, 1, 1), (1, 4, 2)])
+def test_host_path_of_the_kernels(
+    layout: str, shape: tuple[int, int, int], make_layer: Any, torch_kernels: list[KernelSpec]
+) -> None:
+    tokens, top_k, experts = shape
+    layer = make_layer(tokens, top_k, experts, H, I, layout=layout, id_dtype=torch.int32, weight_dtype=torch.float16)
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    wide = torch.full((tokens, H + 8), torch.nan, dtype=torch.bfloat16)
+    out = wide[:, :H].as_strided((tokens, H), (3 if tokens == 1 else H + 8, 1))
+    launch_experts(*(*layer.arguments, "silu", out))
+    assert torch.equal(out, expected) and wide[:, H:].isnan().all()
+    assert [spec.describe()["kind"] for spec in torch_kernels] == [
+        "route",
+        "permute",
+        "gemm",
+        "gemm",
+        "combine",
+    ]
+    assert torch_kernels[0] == RouteSpec("int32", "float16")
+
+
+def test_host_path_launches_nothing_without_slots(make_layer: Any, torch_kernels: list[KernelSpec]) -> None:
+    layer = make_layer(3, 1, E, H, I)
+    out = torch.full((3, H), torch.nan, dtype=torch.bfloat16)
+    launch_experts(layer.x, layer.w_gate, layer.w_up, layer.w_down, layer.ids[:, :0], layer.weights[:, :0], "silu", out)
+    assert not out.any() and not torch_kernels
