@@ -7,9 +7,12 @@ from cutlass_moe.grouped_gemm import grouped_gemm
 from cutlass_moe.permutation import permute
 from cutlass_moe.reference import reference_experts
 from cutlass_moe.routing import RoutingPlan, plan_routing
+from cutlass_moe.version import VERSION as __version__
+from cutlass_moe.workspace import workspace_size
 
 __all__ = [
     "RoutingPlan",
+    "__version__",
     "combine",
     "fused_experts",
     "fused_experts_gate_up",
@@ -17,4 +20,5 @@ __all__ = [
     "permute",
     "plan_routing",
     "reference_experts",
+    "workspace_size",
 ]

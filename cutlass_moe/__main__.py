@@ -34,9 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="compile the kernels that changed, and link the library")
     build.set_defaults(run=_build)
-    build.add_argument(
-        "--output", type=Path, metavar="DIR", help="where the library goes (default: into the package)"
-    )
+    build.add_argument("--output", type=Path, metavar="DIR", help="where the library goes (default: into the package)")
     build.add_argument("--jobs", type=_positive, metavar="N", help="compile in N processes (default: one a CPU)")
     build.add_argument(
         "--module",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cutlass_moe.config import MAX_EXPERTS
+from cutlass_moe.workspace import workspace_size
 from epilogues import Epilogue, SiluGate
 
 ACTIVATIONS: dict[str, Epilogue] = {"silu": SiluGate()}
@@ -45,6 +46,7 @@ def check_experts(
     topk_weights: Tensor,
     activation: str,
     out: Tensor | None,
+    workspace: Tensor | None,
 ) -> None:
     """Arguments of `fused_experts`."""
     activation_epilogue(activation)
@@ -64,6 +66,9 @@ def check_experts(
     _check_routing("topk_ids", topk_ids, "topk_weights", topk_weights, x)
     if out is not None:
         _check_out_tensor(out, "..., H", x.shape, x)
+    if workspace is not None:
+        _check_tensor("workspace", workspace, "bytes", (torch.uint8,), x.device)
+        _check_contiguous("workspace", workspace)
 
 
 def check_gate_up(x: Tensor, w_gate_up: Tensor) -> None:
@@ -91,6 +96,22 @@ def check_experts_memory(
     if x_TH.is_cuda:
         check_pair_memory("w_gate", w_gate_EIH, "w_up", w_up_EIH)
         hopper_sm_count(x_TH.device)
+
+
+def check_workspace_memory(
+    workspace: Tensor, x_TH: Tensor, w_gate_EIH: Tensor, topk_ids_TK: Tensor, out_TH: Tensor
+) -> None:
+    """Size and address of a caller's workspace."""
+    experts, intermediate, hidden = w_gate_EIH.shape
+    tokens, top_k = topk_ids_TK.shape
+    needed = workspace_size(tokens, top_k, hidden, intermediate, experts, x_TH.dtype)
+    if workspace.numel() < needed:
+        raise ValueError(
+            f"workspace must have at least workspace_size(...) = {needed} bytes for this call, got {workspace.numel()}"
+        )
+    _check_address("workspace", workspace)
+    _check_no_overlap("workspace", workspace, "x", x_TH)
+    _check_no_overlap("workspace", workspace, "out", out_TH)
 
 
 def check_pair_memory(first_name: str, first: Tensor, second_name: str, second: Tensor) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cutlass_moe import checks
+from cutlass_moe import checks, dlpack
 from cutlass_moe.config import CombineSpec
 from cutlass_moe.routing import RoutingPlan
 
@@ -29,6 +29,8 @@ def combine(y_MH: Tensor, plan_or_slot_row_TK: RoutingPlan | Tensor, out: Tensor
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
+    if dlpack.is_foreign(y_MH):
+        return dlpack.through_torch(combine, y_MH, plan_or_slot_row_TK, out=out)
     slot_row_TK = (
         plan_or_slot_row_TK.slot_row_TK if isinstance(plan_or_slot_row_TK, RoutingPlan) else plan_or_slot_row_TK
     )

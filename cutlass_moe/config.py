@@ -30,11 +30,11 @@ class GemmConfig:
 
     Attributes:
         tile_features: weight rows (WGMMA M) of a CTA tile: 128 or 256.
-        token_widths: ascending token widths compiled into the kernel; a tile takes the narrowest that holds its tokens. A
-            width is one WGMMA N up to 256, two of half the width beyond.
+        token_widths: ascending token widths compiled into the kernel; a tile takes the narrowest that holds its
+            tokens. A width is one WGMMA N up to 256, two of half the width beyond.
         cluster: CTAs along the weight rows that share one token tile by TMA multicast: 1 or 2.
-        ping_pong: False splits a tile's weight rows over the two consumer warpgroups; True gives them a tile each, in turns,
-            so that the epilogue of one runs under the multiplication of the other.
+        ping_pong: False splits a tile's weight rows over the two consumer warpgroups; True gives them a tile each, in
+            turns, so that the epilogue of one runs under the multiplication of the other.
     """
 
     tile_features: int
@@ -73,8 +73,9 @@ class GemmConfig:
 
     @property
     def store_tokens(self) -> int:
-        """Tokens that a consumer warpgroup transposes at a time through one of its two buffers."""
-        return 32 if self.tile_tokens <= 256 else 16
+        """Tokens that a consumer warpgroup transposes at a time through one of two buffers: fewer beside large
+        stages."""
+        return 32 if self.tile_features + self.stage_tokens <= 384 else 16
 
     def stage_bytes(self) -> int:
         return (self.tile_features + self.stage_tokens) * REDUCTION_TILE * ELEMENT_BYTES

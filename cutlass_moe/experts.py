@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from cutlass_moe import checks
+from cutlass_moe import checks, dlpack
 from cutlass_moe.combine import launch_combine
 from cutlass_moe.grouped_gemm import launch_grouped_gemm
 from cutlass_moe.permutation import launch_permute
 from cutlass_moe.routing import launch_route
+from cutlass_moe.workspace import allocate
 from epilogues import RoutingScale
 
 _ROUTING_SCALE = RoutingScale()
@@ -25,6 +28,7 @@ def fused_experts(
     *,
     activation: str = "silu",
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer with gated experts, from routed tokens to combined output.
 
@@ -46,6 +50,14 @@ def fused_experts(
         activation: "silu".
         out: [..., H] of x's dtype to write to; viewable as [T, H], rows 16-byte aligned, no memory in common
             with x.
+        workspace: uint8 [bytes], contiguous, 16-byte aligned (256 is better), at least `workspace_size(T, K, H, I, E,
+            x.dtype)` bytes, no memory in common with x or out. What lies between the steps goes there; with `out`
+            given, too, and contiguous ids and routing weights, the call allocates nothing. Its contents are
+            overwritten: calls that share one must run on one stream. Without it torch's allocator serves. The CPU
+            implementation checks it and does not use it.
+
+    Arrays of CuPy, JAX, NumPy or another library with `__dlpack__` do as well as tensors, without a copy; the result is
+    then one of x's library, computed on CuPy's current stream, or ordered with JAX's.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape. A token whose slots are all dropped gets zeros.
@@ -56,18 +68,23 @@ def fused_experts(
         RuntimeError: an argument requires grad while gradients are enabled, or the GPU is not of compute
             capability 9.0.
     """
-    checks.check_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out)
+    if dlpack.is_foreign(x):
+        arrays = (x, w_gate, w_up, w_down, topk_ids, topk_weights)
+        return dlpack.through_torch(fused_experts, *arrays, activation=activation, out=out, workspace=workspace)
+    checks.check_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, workspace)
     x_TH, topk_ids_TK, topk_weights_TK = x, topk_ids, topk_weights
     if x.dim() != 2:
         x_TH = x.reshape(-1, x.shape[-1])
         topk_ids_TK = topk_ids.reshape(x_TH.shape[0], topk_ids.shape[-1])
         topk_weights_TK = topk_weights.reshape(x_TH.shape[0], topk_ids.shape[-1])
     arguments = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, activation)
-    if out is None:
+    if out is None and workspace is None:
         out_TH = torch.ops.cutlass_moe.fused_experts(*arguments)
         return out_TH if x.dim() == 2 else out_TH.view(x.shape)
+    if out is None:
+        out = x.new_empty(x.shape)
     out_TH = out if x.dim() == 2 else out.view(x_TH.shape)
-    torch.ops.cutlass_moe.fused_experts_out(*arguments, out=out_TH)
+    torch.ops.cutlass_moe.fused_experts_out(*arguments, out=out_TH, workspace=workspace)
     return out
 
 
@@ -81,6 +98,7 @@ def fused_experts_gate_up(
     interleaved: bool = False,
     activation: str = "silu",
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """`fused_experts` with the gate and the up weights in one tensor, which is read where it lies.
 
@@ -90,12 +108,16 @@ def fused_experts_gate_up(
 
     The other arguments, the result and the errors are those of `fused_experts`.
     """
+    keywords: dict[str, Any] = {"activation": activation, "out": out, "workspace": workspace}
+    if dlpack.is_foreign(x):
+        arrays = (x, w_gate_up, w_down, topk_ids, topk_weights)
+        return dlpack.through_torch(fused_experts_gate_up, *arrays, interleaved=interleaved, **keywords)
     checks.check_gate_up(x, w_gate_up)
     if interleaved:
         w_gate, w_up = w_gate_up[:, 0::2], w_gate_up[:, 1::2]
     else:
         w_gate, w_up = w_gate_up.chunk(2, dim=1)
-    return fused_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation=activation, out=out)
+    return fused_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, **keywords)
 
 
 def launch_experts(
@@ -107,19 +129,21 @@ def launch_experts(
     topk_weights_TK: Tensor,
     activation: str,
     out_TH: Tensor,
+    workspace: Tensor | None,
 ) -> None:
     """The layer on checked CUDA tensors. Launches the kernels directly: a dispatcher hop for each step would
     cost more."""
-    experts, intermediate, _ = w_gate_EIH.shape
-    if topk_ids_TK.numel() == 0:
+    tokens, top_k = topk_ids_TK.shape
+    if tokens * top_k == 0:
         out_TH.zero_()
         return
-    offsets_E1, row_slot_M, slot_row_TK, row_weight_M = launch_route(topk_ids_TK, topk_weights_TK, experts)
-    assert row_weight_M is not None
-    x_MH = launch_permute(x_TH, slot_row_TK)
-    h_MI = x_MH.new_empty(x_MH.shape[0], intermediate)
+    experts, intermediate, hidden = w_gate_EIH.shape
+    buffers = allocate(x_TH, tokens, top_k, hidden, intermediate, experts, workspace)
+    offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE, x_MH, h_MI = buffers
+    launch_route(topk_ids_TK, topk_weights_TK, offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE)
+    launch_permute(x_TH, slot_row_TK, x_MH)
     gate = checks.activation_epilogue(activation)
-    launch_grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, (), None, h_MI)
+    launch_grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, (), None, h_MI, early=True)
     y_MH = x_MH  # GEMM 1 was its last reader
-    launch_grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, _ROUTING_SCALE, (row_weight_M,), row_slot_M, y_MH)
+    launch_grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, _ROUTING_SCALE, (row_weight_M,), row_slot_M, y_MH, early=True)
     launch_combine(y_MH, slot_row_TK, out_TH)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_moe import checks, reference
+from cutlass_moe import checks, dlpack, reference
 from cutlass_moe.config import GemmSpec
 from epilogues import Epilogue, Identity
 
@@ -19,7 +20,7 @@ def grouped_gemm(
     expert_offsets_E1: Tensor,
     *,
     epilogue: Epilogue | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
+    tensors: Mapping[str, Any] | None = None,
     row_index: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -47,6 +48,9 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
+    if dlpack.is_foreign(a_MK):
+        arguments = {"epilogue": epilogue, "tensors": tensors, "row_index": row_index, "out": out}
+        return dlpack.through_torch(grouped_gemm, a_MK, b, expert_offsets_E1, **arguments)
     if torch.compiler.is_compiling():
         # An epilogue is a Python object, which an operator's schema cannot hold. Disabled here and not by a
         # decorator, which would import the compiler with this package: that takes a second.
@@ -60,7 +64,7 @@ def _grouped_gemm(
     b: Tensor | tuple[Tensor, Tensor],
     expert_offsets_E1: Tensor,
     epilogue: Epilogue | None,
-    tensors: Mapping[str, Tensor] | None,
+    tensors: Mapping[str, Any] | None,
     row_index: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
@@ -76,8 +80,8 @@ def _grouped_gemm(
     if not a_MK.is_cuda:
         reference.grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out)
         return out
+    row_tensors = [tensors[declared.name] for declared in epilogue.tensors]
     with torch.cuda.device(a_MK.device):
-        row_tensors = [tensors[declared.name] for declared in epilogue.tensors]
         launch_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, row_tensors, row_index, out)
     return out
 
@@ -102,8 +106,13 @@ def launch_grouped_gemm(
     row_tensors: Sequence[Tensor],
     row_index_M: Tensor | None,
     out: Tensor,
+    early: bool = False,
 ) -> None:
-    """Multiplies checked CUDA tensors with M > 0; `row_tensors` are in the order of `epilogue.tensors`."""
+    """Multiplies checked CUDA tensors with M > 0; `row_tensors` are in the order of `epilogue.tensors`.
+
+    `early` says that the weights and the offsets were complete before the previous kernel on the stream started, which
+    is one of this library's: the kernel then starts on them while that one runs.
+    """
     rows, reduction = a_MK.shape
     experts, features, _ = weights[0].shape
     kernel = _gemm_kernel(a_MK.dtype, rows, experts, features * len(weights), reduction, epilogue)
@@ -115,5 +124,6 @@ def launch_grouped_gemm(
         tuple(row_tensors) or None,
         row_index_M,
         checks.canonical_strides(out),
+        early,
         checks.hopper_sm_count(a_MK.device),
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cutlass_moe import checks
+from cutlass_moe import checks, dlpack
 from cutlass_moe.config import PermuteSpec
 from cutlass_moe.routing import RoutingPlan
 
@@ -26,6 +26,8 @@ def permute(x_TH: Tensor, plan: RoutingPlan) -> Tensor:
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
+    if dlpack.is_foreign(x_TH):
+        return dlpack.through_torch(permute, x_TH, plan)
     checks.check_permute(x_TH, plan.slot_row_TK)
     return torch.ops.cutlass_moe.permute(x_TH, plan.slot_row_TK)
 
@@ -38,8 +40,6 @@ def _permute_kernel(dtype: torch.dtype) -> Callable[..., None]:
     return get_kernel(PermuteSpec(str(dtype).removeprefix("torch.")))
 
 
-def launch_permute(x_TH: Tensor, slot_row_TK: Tensor) -> Tensor:
+def launch_permute(x_TH: Tensor, slot_row_TK: Tensor, x_MH: Tensor) -> None:
     """Permutes checked CUDA tensors with T * K > 0."""
-    x_MH = x_TH.new_empty(slot_row_TK.numel(), x_TH.shape[1])
     _permute_kernel(x_TH.dtype)(checks.canonical_strides(x_TH), slot_row_TK, x_MH)
-    return x_MH

@@ -43,10 +43,16 @@ def reference_experts(
         token, slot = torch.nonzero(ids_TK == expert, as_tuple=True)
         if len(token) == 0:
             continue
-        rows = x_TH[token].float()
-        h = epilogue.math(TorchOps, rows @ w_gate[expert].float().T, rows @ w_up[expert].float().T)
-        y_TKH[token, slot] = (h @ w_down[expert].float().T) * weights_TK[token, slot, None]
+        rows = x_TH[token]
+        h = epilogue.math(TorchOps, _multiply(rows, w_gate[expert]), _multiply(rows, w_up[expert]))
+        y_TKH[token, slot] = _multiply(h, w_down[expert]) * weights_TK[token, slot, None]
     return y_TKH.sum(dim=1).view(x.shape)
+
+
+def _multiply(a_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """`a @ weight.T` in fp32, also where the caller autocasts matrix products to less."""
+    with torch.autocast(a_MK.device.type, enabled=False):
+        return a_MK.float() @ weight_NK.float().T
 
 
 def route(ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -96,8 +102,7 @@ def grouped_gemm(
     for expert, (start, stop) in enumerate(pairwise(expert_offsets_E1.tolist())):
         if start == stop:
             continue
-        rows = a_MK[start:stop].float()
-        accumulators = [rows @ weight[expert].float().T for weight in weights]
+        accumulators = [_multiply(a_MK[start:stop], weight[expert]) for weight in weights]
         values = {name: tensor[start:stop, None].float() for name, tensor in tensors.items()}
         result = epilogue.math(TorchOps, *accumulators, **values).to(out.dtype)
         if row_index_M is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_moe import checks
+from cutlass_moe import checks, dlpack
 from cutlass_moe.config import RouteSpec, route_chunks
 
 
@@ -46,6 +46,8 @@ def plan_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
+    if dlpack.is_foreign(topk_ids):
+        return dlpack.through_torch(plan_routing, topk_ids, num_experts, topk_weights)
     checks.check_plan_routing(topk_ids, num_experts, topk_weights)
     top_k = topk_ids.shape[-1]
     tokens = math.prod(topk_ids.shape[:-1])
@@ -67,23 +69,35 @@ def _route_kernel(id_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Ca
 
 
 def launch_route(
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    expert_offsets_E1: Tensor,
+    row_slot_M: Tensor,
+    slot_row_TK: Tensor,
+    row_weight_M: Tensor | None,
+    chunk_counts_CE: Tensor,
+) -> None:
+    """Routes checked CUDA tensors with T * K > 0 into the tensors of a `RoutingPlan`, through scratch of C chunks."""
+    # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
+    # that take strides.
+    ids_M = topk_ids_TK.contiguous().view(-1)
+    weights_M = None if topk_weights_TK is None else topk_weights_TK.contiguous().view(-1)
+    kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
+    slot_row_M = slot_row_TK.view(-1)
+    kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
+
+
+def launch_plan(
     topk_ids_TK: Tensor, topk_weights_TK: Tensor | None, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Routes checked CUDA tensors with T * K > 0. Returns the tensors of a `RoutingPlan`."""
-    tokens, top_k = topk_ids_TK.shape
-    slots = tokens * top_k
-    # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
-    # that take strides.
-    ids_M = checks.canonical_strides(topk_ids_TK.contiguous().view(slots))
-    expert_offsets_E1 = ids_M.new_empty(num_experts + 1, dtype=torch.int32)
-    row_slot_M = ids_M.new_empty(slots, dtype=torch.int32)
-    slot_row_M = ids_M.new_empty(slots, dtype=torch.int32)
-    chunk_counts_CE = ids_M.new_empty(route_chunks(slots), num_experts, dtype=torch.int32)
-    if topk_weights_TK is None:
-        weights_M = row_weight_M = None
-    else:
-        weights_M = checks.canonical_strides(topk_weights_TK.contiguous().view(slots))
-        row_weight_M = ids_M.new_empty(slots, dtype=torch.float32)
-    kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
-    kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
-    return expert_offsets_E1, row_slot_M, slot_row_M.view(tokens, top_k), row_weight_M
+    slots = topk_ids_TK.numel()
+    expert_offsets_E1 = topk_ids_TK.new_empty(num_experts + 1, dtype=torch.int32)
+    row_slot_M = topk_ids_TK.new_empty(slots, dtype=torch.int32)
+    slot_row_TK = topk_ids_TK.new_empty(topk_ids_TK.shape, dtype=torch.int32)
+    row_weight_M = None if topk_weights_TK is None else topk_weights_TK.new_empty(slots, dtype=torch.float32)
+    chunk_counts_CE = topk_ids_TK.new_empty((route_chunks(slots), num_experts), dtype=torch.int32)
+    launch_route(
+        topk_ids_TK, topk_weights_TK, expert_offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE
+    )
+    return expert_offsets_E1, row_slot_M, slot_row_TK, row_weight_M

@@ -6,7 +6,7 @@ The public functions check their arguments and call these. There is no autograd 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from cutlass_moe import checks, reference
 from cutlass_moe.combine import launch_combine
 from cutlass_moe.experts import launch_experts
 from cutlass_moe.permutation import launch_permute
-from cutlass_moe.routing import launch_route
+from cutlass_moe.routing import launch_plan
 
+Result = TypeVar("Result")
 _LIBRARY = torch.library.Library("cutlass_moe", "DEF")
 
 _EXPERTS_ARGUMENTS = (
@@ -35,6 +36,14 @@ def _register(
     torch.library.register_fake(f"cutlass_moe::{name}", fake, lib=_LIBRARY)
 
 
+def _on_device_of(tensor: Tensor, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls the function with the tensor's CUDA device current. Switching costs more than asking which one is."""
+    if tensor.device.index == torch.cuda.current_device():
+        return function(*arguments)
+    with torch.cuda.device(tensor.device):
+        return function(*arguments)
+
+
 def _fused_experts_cuda(
     x: Tensor,
     w_gate: Tensor,
@@ -46,8 +55,8 @@ def _fused_experts_cuda(
 ) -> Tensor:
     checks.check_experts_memory(x, w_gate, w_up, w_down, None)
     out = x.new_empty(x.shape)
-    with torch.cuda.device(x.device):
-        launch_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out)
+    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, None)
+    _on_device_of(x, launch_experts, *arguments)
     return out
 
 
@@ -74,10 +83,13 @@ def _fused_experts_out_cuda(
     activation: str,
     *,
     out: Tensor,
+    workspace: Tensor | None = None,
 ) -> None:
     checks.check_experts_memory(x, w_gate, w_up, w_down, out)
-    with torch.cuda.device(x.device):
-        launch_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out)
+    if workspace is not None:
+        checks.check_workspace_memory(workspace, x, w_gate, topk_ids, out)
+    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, workspace)
+    _on_device_of(x, launch_experts, *arguments)
 
 
 def _fused_experts_out_cpu(
@@ -90,8 +102,11 @@ def _fused_experts_out_cpu(
     activation: str,
     *,
     out: Tensor,
+    workspace: Tensor | None = None,
 ) -> None:
     checks.check_experts_memory(x, w_gate, w_up, w_down, out)
+    if workspace is not None:
+        checks.check_workspace_memory(workspace, x, w_gate, topk_ids, out)
     out.copy_(reference.experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation))
 
 
@@ -102,8 +117,7 @@ def _plan_routing_cuda(
     if topk_ids.numel() == 0:
         offsets_E1, row_slot_M, slot_row_TK, row_weight_M = _plan_routing_fake(topk_ids, topk_weights, num_experts)
         return offsets_E1.zero_(), row_slot_M, slot_row_TK, row_weight_M
-    with torch.cuda.device(topk_ids.device):
-        return _with_row_weight(*launch_route(topk_ids, topk_weights, num_experts))
+    return _with_row_weight(*_on_device_of(topk_ids, launch_plan, topk_ids, topk_weights, num_experts))
 
 
 def _plan_routing_cpu(
@@ -135,10 +149,10 @@ def _with_row_weight(
 
 def _permute_cuda(x: Tensor, slot_row: Tensor) -> Tensor:
     checks.check_rows_memory("x", x, None)
-    if slot_row.numel() == 0:
-        return _permute_fake(x, slot_row)
-    with torch.cuda.device(x.device):
-        return launch_permute(x, slot_row)
+    x_MH = _permute_fake(x, slot_row)
+    if slot_row.numel() > 0:
+        _on_device_of(x, launch_permute, x, slot_row, x_MH)
+    return x_MH
 
 
 def _permute_cpu(x: Tensor, slot_row: Tensor) -> Tensor:
@@ -170,8 +184,7 @@ def _combine_out_cuda(y: Tensor, slot_row: Tensor, *, out: Tensor) -> None:
     if slot_row.numel() == 0:
         out.zero_()
         return
-    with torch.cuda.device(y.device):
-        launch_combine(y, slot_row, out)
+    _on_device_of(y, launch_combine, y, slot_row, out)
 
 
 def _combine_out_cpu(y: Tensor, slot_row: Tensor, *, out: Tensor) -> None:
@@ -192,7 +205,7 @@ _register(
 )
 _register(
     "fused_experts_out",
-    f"({_EXPERTS_ARGUMENTS}, *, Tensor(a!) out) -> ()",
+    f"({_EXPERTS_ARGUMENTS}, *, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
     cuda=_fused_experts_out_cuda,
     cpu=_fused_experts_out_cpu,
     fake=_nothing,

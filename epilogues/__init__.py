@@ -1,4 +1,5 @@
-"""Composable endings for the grouped GEMM. An epilogue's math is written once and runs in the kernel and on torch tensors."""
+"""Composable endings for the grouped GEMM. An epilogue's math is written once and runs in the kernel and on torch
+tensors."""
 
 from epilogues.base import Epilogue, EpilogueTensor
 from epilogues.library import Identity, RoutingScale, SiluGate

@@ -23,7 +23,8 @@ class EpilogueTensor:
 
 @dataclass(frozen=True)
 class Epilogue(ABC):
-    """Base class. A subclass is a frozen dataclass: its fields are compile-time constants and part of the kernel's name.
+    """Base class. A subclass is a frozen dataclass: its fields are compile-time constants and part of the kernel's
+    name.
 
     Class attributes:
         accumulators: 1 for one weight operand; 2 for a gate and an up operand, whose products reach the math as a pair.
@@ -47,5 +48,6 @@ class Epilogue(ABC):
         """The element-wise formula in fp32: takes the accumulators and the tensors' values, returns the output value.
 
         Args:
-            ops: functions beyond `+ - * /` (see `TorchOps`, `DslOps`): the same source runs on torch tensors and in the kernel.
+            ops: functions beyond `+ - * /` (see `TorchOps`, `DslOps`): the same source runs on torch tensors and in
+            the kernel.
         """

@@ -30,7 +30,8 @@ class SiluGate(Epilogue):
 
 @dataclass(frozen=True)
 class RoutingScale(Epilogue):
-    """`out[row_index[r]] = acc[r] * row_weight[r]`: the routing weight, and each row stored at its (token, slot) place."""
+    """`out[row_index[r]] = acc[r] * row_weight[r]`: the routing weight, and each row stored at its (token, slot)
+    place."""
 
     tensors: ClassVar[tuple[EpilogueTensor, ...]] = (EpilogueTensor("row_weight"),)
     scatter: ClassVar[bool] = True

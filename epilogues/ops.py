@@ -1,4 +1,5 @@
-"""The functions an epilogue's `math` may use beyond `+ - * /`, once for torch tensors and once for the kernel's registers."""
+"""The functions an epilogue's `math` may use beyond `+ - * /`, once for torch tensors and once for the kernel's
+registers."""
 
 from __future__ import annotations
 

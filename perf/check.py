@@ -15,6 +15,8 @@ from perf.workloads import Case, Inputs, Weights, Workload
 Layer = Callable[[Inputs, Weights, torch.Tensor], None]
 """Runs the layer on inputs and weights into an output `[T, H]`."""
 
+ERROR_LIMIT = 1e-2  # Frobenius, relative: bf16 layers that round more often than ours stay well below
+
 
 @contextmanager
 def ieee_fp32() -> Iterator[None]:
@@ -57,24 +59,29 @@ def relative_error(out_TH: torch.Tensor, reference_TH: torch.Tensor) -> float:
 
 @dataclass
 class Verdict:
-    """The worst over the rounds at one token count. `match_ratios` has one for each atol."""
+    """The worst over the rounds at one token count. `match_ratios` has one for each published atol."""
 
     rounds: int = 0
     match_ratios: dict[float, float] = field(default_factory=dict)
     relative_error: float = 0.0
     finite: bool = True
 
-    def add(self, out_TH: torch.Tensor, reference_TH: torch.Tensor, atols: set[float], rtol: float) -> None:
+    def add(self, out_TH: torch.Tensor, reference_TH: torch.Tensor, atols: set[float | None], rtol: float) -> None:
         self.rounds += 1
         self.finite &= bool(torch.isfinite(out_TH).all())
         error = relative_error(out_TH, reference_TH)
         self.relative_error = max(self.relative_error, error if math.isfinite(error) else math.inf)
         for atol in atols:
-            ratio = match_ratio(out_TH, reference_TH, atol, rtol)
-            self.match_ratios[atol] = min(ratio, self.match_ratios.get(atol, 1.0))
+            if atol is not None:
+                ratio = match_ratio(out_TH, reference_TH, atol, rtol)
+                self.match_ratios[atol] = min(ratio, self.match_ratios.get(atol, 1.0))
 
     def passed(self, case: Case, required_match: float) -> bool:
-        return self.rounds > 0 and self.finite and self.match_ratios[case.atol] >= required_match
+        if self.rounds == 0 or not self.finite:
+            return False
+        if case.atol is None:
+            return self.relative_error <= ERROR_LIMIT
+        return self.match_ratios[case.atol] >= required_match
 
 
 def check_layer(
@@ -99,7 +106,7 @@ def check_layer(
         generator: source of all random numbers; names the device.
         advance: told after each round.
     """
-    atols: dict[int, set[float]] = {}
+    atols: dict[int, set[float | None]] = {}
     for case in cases:
         atols.setdefault(case.tokens, set()).add(case.atol)
     verdicts = {tokens: Verdict() for tokens in atols}

@@ -1,4 +1,4 @@
-"""What a run prints: one line a case on stdout, and a progress bar on stderr where that is a terminal."""
+"""What a run prints: one line a case, and a progress bar on stderr where that is a terminal."""
 
 from __future__ import annotations
 
@@ -7,66 +7,71 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from perf.results import CaseResult, PeerResult, RunResult
+from perf.results import CaseResult, RunResult
 from perf.roofline import Work
 
 
 def header(result: RunResult, path: Path) -> str:
     roofs = result.roofs
-    peers = " ".join(f"{name[:16]:>16} {'ratio':>6}" for name in result.options["peers"])
     return (
         f"{result.device}, torch {result.versions['torch']}, commit {result.commit[:20]}, {result.date}\n"
         f"measured roofs: {roofs['read_TBps']:.2f} TB/s, {roofs['dense_TFLOPs']:.0f} TFLOP/s;"
         f" results in {path}\n"
-        f"{'workload':<12}{'tokens':>7}{'batch x seq':>12}{'ms':>9}{'eager':>9}{'TFLOP/s':>8}{'TB/s':>6}"
-        f"{'roof':>6}  {peers}{'dense':>9}{'stock':>6}{'match':>8} check"
+        f"{'workload':<16}{'tokens':>7}{'ms':>9}{'cool':>9}{'eager':>9}{'host us':>8}{'TFLOP/s':>8}{'TB/s':>6}"
+        f"{'roof':>7}{'score':>6}{'dense':>9}{'cool':>9}{'stock':>6}  {'best peer':<24}{'ms':>9}{'ratio':>6}"
+        f"{'match':>8} check"
     )
 
 
 def case_line(case: CaseResult) -> str:
     """Times in ms; roof: share of the measured roof; ratio: peer over ours; stock: our GEMMs over stock's."""
     work = Work(case.flops, case.bytes)
-    batch_seq = f"{case.batch}x{case.seq}" if case.batch else ""
-    peers = " ".join(_peer(peer, case.ms) for peer in case.peers.values())
     stock = f"{case.gemms_over_stock:.2f}" if case.gemms_over_stock else "-"
+    score = f"{case.sol_score:.2f}" if case.sol_score is not None else "-"
+    best = case.best_peer()
+    peer = f"{best[0]:<24}{best[1]:>9.3f}{best[1] / case.ms:>6.2f}" if best else f"{'-':<24}{'-':>9}{'-':>6}"
     match = f"{case.match_ratio:.5f}" if case.match_ratio is not None else "-"
     check = {True: "pass", False: "FAIL", None: "none"}[case.passed]
     return (
-        f"{case.workload:<12}{case.tokens:>7}{batch_seq:>12}{case.ms:>9.3f}{case.eager_ms:>9.3f}"
-        f"{work.tflops(case.ms):>8.0f}{work.tbps(case.ms):>6.2f}{case.roof_share:>6.1%}"
-        f"  {peers}{case.dense_ms:>9.3f}{stock:>6}{match:>8} {check}"
+        f"{case.workload[:16]:<16}{case.tokens:>7}{case.ms:>9.3f}{case.cool_ms:>9.3f}{case.eager_ms:>9.3f}"
+        f"{case.host_us:>8.0f}{work.tflops(case.ms):>8.0f}{work.tbps(case.ms):>6.2f}{case.roof_share:>7.1%}{score:>6}"
+        f"{case.dense_ms:>9.3f}{case.dense_cool_ms:>9.3f}{stock:>6}  {peer}{match:>8} {check}"
     )
 
 
-def _peer(peer: PeerResult, ours_ms: float) -> str:
-    if peer.ms is None:
-        return f"{'error':>16} {'-':>6}"
-    return f"{peer.ms:>16.3f} {peer.ms / ours_ms:>6.2f}"
-
-
 def summary(result: RunResult) -> str:
-    """The last lines: how many cases pass, and what went wrong with a peer."""
+    """The last lines: how many cases pass, what each peer took, and what went wrong with it."""
     checked = [case for case in result.cases if case.passed is not None]
     passed = sum(case.passed is True for case in checked)
-    errors = {f"{name}: {peer.error}" for case in result.cases for name, peer in case.peers.items() if peer.error}
-    return "\n".join([f"{passed} of {len(checked)} checked cases pass", *sorted(errors)])
+    lines = [f"{passed} of {len(checked)} checked cases pass"]
+    for name in dict.fromkeys(name for case in result.cases for name in case.peers):
+        peers = [(case, case.peers[name]) for case in result.cases if name in case.peers]
+        ratios = sorted(peer.ms / case.ms for case, peer in peers if peer.ms)
+        reasons = dict.fromkeys(peer.error or f"absent: {peer.absent}" for _, peer in peers if peer.ms is None)
+        span = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times ours in {len(ratios)} cases" if ratios else ""
+        lines.append(f"{name}: " + "; ".join(filter(None, [span, *reasons])))
+    if result.not_for_the_record:
+        lines.append(f"not for the record: {result.not_for_the_record}")
+    return "\n".join(lines)
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
     """Shows how far a run is and its remaining time, on a terminal; yields what to call after each step."""
     if not sys.stderr.isatty():
-        yield lambda label: None
+        yield lambda label, amount: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("about"))
+    remaining = (TimeRemainingColumn(), TextColumn("to go"))
     # Lines printed to a terminal pass above the bar; lines printed to a file stay in the file.
-    with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, *remaining, console=console, redirect_stdout=sys.stdout.isatty()) as progress:
         task = progress.add_task("starting", total=total)
 
-        def advance(label: str) -> None:
-            progress.update(task, advance=1, description=label)
+        def advance(label: str, amount: int) -> None:
+            progress.update(task, advance=amount, description=label)
 
         yield advance

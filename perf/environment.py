@@ -14,6 +14,19 @@ from typing import Any
 import torch
 
 COMMIT_VARIABLE = "CUTLASS_MOE_COMMIT"
+PEER_PACKAGES = (
+    "transformers",
+    "quack-kernels",
+    "sonic-moe",
+    "vllm",
+    "flashinfer-python",
+    "triton",
+    "triton-kernels",
+    "deep-gemm",
+    "liger-kernel",
+    "nvidia-cutlass",
+    "nvidia-cutlass-dsl",
+)
 _ROOT = Path(__file__).parents[1]
 _SMI_FIELDS = {
     "sm_clock_MHz": "clocks.sm",
@@ -41,6 +54,15 @@ def commit() -> str:
     return head if changes == "" else f"{head}-dirty"
 
 
+def why_not_for_the_record(commit: str) -> str | None:
+    """Why a result of this commit can't be traced to a source tree, or None when it can."""
+    if commit == "unknown":
+        return f"the commit is unknown: run it in a git checkout or set {COMMIT_VARIABLE}"
+    if commit.endswith("-dirty"):
+        return "the tree differs from its commit"
+    return None
+
+
 def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
@@ -49,6 +71,7 @@ def versions() -> dict[str, str | None]:
         "driver": _smi("driver_version"),
         "apache-tvm-ffi": _installed("apache-tvm-ffi"),
         "cutlass-moe": _installed("cutlass-moe"),
+        **{name: found for name in PEER_PACKAGES if (found := _installed(name))},
     }
 
 
@@ -75,7 +98,12 @@ def _smi(query: str) -> str | None:
     rows = dict(line.split(", ", 1) for line in table.splitlines() if ", " in line)
     if len(rows) == 1:
         return next(iter(rows.values()))
-    return rows.get(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+    return rows.get(gpu_uuid())
+
+
+def gpu_uuid() -> str:
+    """The name nvidia-smi knows torch's current device by."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _output_of(*command: str) -> str | None:

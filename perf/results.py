@@ -11,75 +11,138 @@ from typing import Any
 
 from perf import PerfError
 
-SCHEMA = "cutlass_moe.perf/1"
+SCHEMA = "cutlass_moe.perf/2"
 RECORD_ROUNDS = 10  # of the check, for a result to stand in perf/results/<device>
 _ROOT = Path(__file__).with_name("results")
 
 
 @dataclass(frozen=True)
 class PeerResult:
-    """A peer on the same inputs, in turns with ours. Where it did not run or ran wrong, `error` says why."""
+    """A peer on the same inputs, in turns with ours.
+
+    Attributes:
+        what: exactly what its time includes.
+        scope: "layer", from ids to output; or "gemms", its two GEMMs with what lies between them.
+        ms, p10_ms, p90_ms: graph replay, hot; of eager calls where the peer can't be captured (`captured` False).
+        eager_ms, host_us: a call that meets an idle device, and the host's part of it.
+        cool_ms: graph replay, cool.
+        error: why it did not run or was not timed. `absent`: why it is not here at all.
+    """
 
     what: str
+    scope: str = "layer"
     ms: float | None = None
     p10_ms: float | None = None
     p90_ms: float | None = None
     eager_ms: float | None = None
+    host_us: float | None = None
+    cool_ms: float | None = None
+    captured: bool = True
     relative_error: float | None = None
     error: str | None = None
+    absent: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A public step by itself with cold caches, hot, and the least it must do."""
+
+    ms: float
+    p10_ms: float
+    p90_ms: float
+    flops: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case. `ms` is CUDA graph replay, `eager_ms` a call that meets an idle device; both are medians.
+    """One case. Times without another word are CUDA graph replay on a hot card; all are medians.
 
     Attributes:
+        grid: "headline", "decode" or "free".
+        routing: how the ids were drawn.
+        shape: hidden, intermediate, experts, top_k.
         repeats: how many times each contender ran; p10_ms and p90_ms are percentiles of `ms`.
+        cool_ms: 30 ms of idle time before each call; `hot_state` and `cool_state` have clock and power.
+        eager_ms, host_us: a call that meets an idle device, and the host's part of it.
         flops, bytes: the least the call must do; only experts that are hit count.
+        rows_max: rows of the busiest expert.
         roof_ms, roof_ms_datasheet: the speed of light by the measured and by the datasheet's roofs.
         sol_score: with the measured roof and the torch layer as baseline.
-        dense_ms: cuBLAS on two dense GEMMs of the same total rows.
+        dense_ms, dense_cool_ms: cuBLAS on two dense GEMMs of the same total rows.
         match_ratio, relative_error: the worst over `check_rounds`; None where not checked.
         passed: the case passes its check, and graph replay gives bitwise what an eager call gives.
-        steps: each public step by itself with cold caches, and what the whole takes beyond their sum (gaps).
+        gaps_ms: what the whole takes beyond the sum of its steps, where that is positive.
         stock_two_gemms_ms: the stock GEMM as recorded at the same average rows per expert.
         recorded_peers_ms: tuned peers of earlier sessions: orientation, not a comparison.
     """
 
     workload: str
+    grid: str
+    routing: str
+    shape: dict[str, int]
     tokens: int
     ms: float
     p10_ms: float
     p90_ms: float
     repeats: int
+    cool_ms: float
+    cool_p10_ms: float
+    cool_p90_ms: float
     eager_ms: float
+    host_us: float
+    hot_state: dict[str, float]
+    cool_state: dict[str, float]
     flops: int
     bytes: int
     experts_hit: int
+    rows_max: int
     roof_ms: float
     roof_ms_datasheet: float
     sol_score: float | None
     dense_ms: float
+    dense_cool_ms: float
     match_ratio: float | None
     relative_error: float | None
     check_rounds: int
     passed: bool | None
-    steps: dict[str, float]
+    steps: dict[str, StepResult]
+    gaps_ms: float
     peers: dict[str, PeerResult]
-    stock_two_gemms_ms: float | None
-    gemms_over_stock: float | None
-    recorded_peers_ms: dict[str, float]
+    stock_two_gemms_ms: float | None = None
+    recorded_peers_ms: dict[str, float] = field(default_factory=dict)
     batch: int | None = None
     seq: int | None = None
+
+    @property
+    def key(self) -> str:
+        """What two results must share to be the same case."""
+        return f"{self.workload}|{self.routing}|{self.tokens}|{self.batch}x{self.seq}"
 
     @property
     def roof_share(self) -> float:
         return self.roof_ms / self.ms
 
+    @property
+    def gemms_ms(self) -> float:
+        return self.steps["gemm1"].ms + self.steps["gemm2"].ms
+
+    @property
+    def gemms_over_stock(self) -> float | None:
+        return self.gemms_ms / self.stock_two_gemms_ms if self.stock_two_gemms_ms else None
+
+    def best_peer(self) -> tuple[str, float] | None:
+        """The fastest peer that runs the whole layer and is right, hot."""
+        timed = {n: p.ms for n, p in self.peers.items() if p.scope == "layer" and p.ms is not None}
+        return min(timed.items(), key=lambda item: item[1]) if timed else None
+
 
 @dataclass
 class RunResult:
-    """A run: what was measured on, and the cases, in the order they were measured."""
+    """A run: what was measured on, and the cases, in the order they were measured.
+
+    `not_for_the_record` says why the result can't stand as the record; `complete`, that the run came to its end.
+    """
 
     device: str
     date: str
@@ -89,6 +152,7 @@ class RunResult:
     roofs_datasheet: dict[str, float]
     options: dict[str, Any]
     state: dict[str, dict[str, Any]]
+    not_for_the_record: str | None = None
     complete: bool = False
     cases: list[CaseResult] = field(default_factory=list)
     schema: str = SCHEMA
@@ -116,13 +180,15 @@ def from_json(document: Any, source: str) -> RunResult:
     if schema != SCHEMA:
         raise PerfError(f"{source} is not a result of this version: its schema is {schema!r}, expected {SCHEMA!r}")
     try:
-        cases = [
-            CaseResult(**{**case, "peers": {name: PeerResult(**peer) for name, peer in case["peers"].items()}})
-            for case in document["cases"]
-        ]
-        return RunResult(**{**document, "cases": cases})
+        return RunResult(**{**document, "cases": [_case(case) for case in document["cases"]]})
     except (KeyError, TypeError, AttributeError) as error:
         raise PerfError(f"{source} says schema {SCHEMA!r} but does not follow it: {error}") from error
+
+
+def _case(case: dict[str, Any]) -> CaseResult:
+    steps = {name: StepResult(**step) for name, step in case["steps"].items()}
+    peers = {name: PeerResult(**peer) for name, peer in case["peers"].items()}
+    return CaseResult(**{**case, "steps": steps, "peers": peers})
 
 
 def save(result: RunResult, path: Path) -> None:
@@ -146,10 +212,10 @@ def load(path: Path) -> RunResult:
     return from_json(document, str(path))
 
 
-def result_path(output: Path | None, device: str, *, decode: bool, record: bool) -> Path:
+def result_path(output: Path | None, device: str, name: str, *, record: bool) -> Path:
     """A run's file: in `output`, else in perf/results/<device> or, unless for the record, its `partial`."""
     folder = output or (_ROOT / device if record else _ROOT / device / "partial")
-    return folder / ("decode.json" if decode else "headline.json")
+    return folder / f"{name}.json"
 
 
 def finite(value: float) -> float | None:

@@ -45,6 +45,30 @@ def layer_work(*, tokens: int, top_k: int, hidden: int, intermediate: int, exper
     )
 
 
+def step_works(
+    *, tokens: int, top_k: int, hidden: int, intermediate: int, experts: int, experts_hit: int, weight_bytes: int
+) -> dict[str, Work]:
+    """Work of each public step by itself: its inputs read once, its outputs written once. They add up to more
+    bytes than `layer_work`, whose intermediates need not touch memory.
+
+    Args:
+        weight_bytes: of one routing weight; ids are int64.
+    """
+    rows = tokens * top_k
+    x_rows, h_rows = rows * hidden * ELEMENT_BYTES, rows * intermediate * ELEMENT_BYTES
+    x_bytes = tokens * hidden * ELEMENT_BYTES
+    expert = hidden * intermediate * ELEMENT_BYTES
+    product = 2 * rows * hidden * intermediate
+    table = 4 * rows  # an int32 or fp32 for each row
+    return {
+        "route": Work(0, rows * (8 + weight_bytes) + 3 * table + 4 * (experts + 1)),
+        "permute": Work(0, x_bytes + table + x_rows),
+        "gemm1": Work(2 * product, 2 * experts_hit * expert + x_rows + h_rows),
+        "gemm2": Work(product, experts_hit * expert + h_rows + 2 * table + x_rows),
+        "combine": Work(2 * rows * hidden, x_rows + table + x_bytes),
+    }
+
+
 def sol_score(ms: float, sol_ms: float, baseline_ms: float) -> float | None:
     """`1 / (1 + (t - t_sol) / (t_base - t_sol))`: 1 at the speed of light, 0.5 at the baseline.
 

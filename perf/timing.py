@@ -13,6 +13,7 @@ import torch
 T = TypeVar("T")
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any Hopper GPU
+COOL_S = 0.03  # idle time before a cool call
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,23 @@ class Stopwatch:
         """Device time of a call that costs the host little, such as a graph replay: it is queued behind the
         cache flush, which hides the host's part."""
         self._flush_cache()
-        return self._timed_ms(call)
+        return self._timed(call)[0]
 
-    def eager_ms(self, call: Callable[[], object]) -> float:
-        """Time of a call that meets an idle device: the host's part before and between launches counts."""
+    def cool_ms(self, call: Callable[[], object]) -> float:
+        """`device_ms` on a device that was idle for 30 ms just before the flush."""
+        torch.cuda.synchronize(self._device)
+        time.sleep(COOL_S)
+        return self.device_ms(call)
+
+    def eager(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Time of a call that meets an idle device: the host's part before and between launches counts.
+
+        Returns:
+            ms between the events, and ms of host time from the call to its return.
+        """
         self._flush_cache()
         torch.cuda.synchronize(self._device)
-        return self._timed_ms(call)
+        return self._timed(call)
 
     def _flush_cache(self) -> None:
         # The write evicts what was cached; the read leaves clean lines: writing dirty ones back would be
@@ -90,12 +101,32 @@ class Stopwatch:
         self._flush.fill_(1)
         self._flush.amax()
 
-    def _timed_ms(self, call: Callable[[], object]) -> float:
+    def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
         self._start.record()
+        called = time.perf_counter()
         call()
+        host_ms = 1e3 * (time.perf_counter() - called)
         self._end.record()
         self._end.synchronize()
-        return self._start.elapsed_time(self._end)
+        return self._start.elapsed_time(self._end), host_ms
+
+
+class EagerTimer:
+    """Runs a call once on an idle device and returns its ms; keeps the host's part of every run."""
+
+    def __init__(self, stopwatch: Stopwatch, call: Callable[[], object]) -> None:
+        self._stopwatch, self._call = stopwatch, call
+        self._host_ms: list[float] = []
+
+    def __call__(self) -> float:
+        ms, host_ms = self._stopwatch.eager(self._call)
+        self._host_ms.append(host_ms)
+        return ms
+
+    @property
+    def host_us(self) -> float:
+        """Median host microseconds of the runs so far."""
+        return 1e3 * statistics.median(self._host_ms)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,17 +15,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from cutlass_moe.__main__ import main
 from cutlass_moe.aot import build, load, locations
+from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.locations import LIBRARY_NAME, LIBRARY_VARIABLE, MANIFEST_NAME
-from cutlass_moe.aot.manifest import KernelEntry, LibraryError, Manifest, file_sha256, read_manifest
+from cutlass_moe.aot.manifest import (
+    SCHEMA_VERSION,
+    KernelEntry,
+    LibraryError,
+    Manifest,
+    file_sha256,
+    json_form,
+    read_manifest,
+)
 from cutlass_moe.aot.sass import Resources
-from cutlass_moe.config import CombineSpec, KernelSpec, PermuteSpec
+from cutlass_moe.aot.specs import SpecError, read_spec
+from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec
+from cutlass_moe.heuristics import CONFIGS
 from cutlass_moe.kernels import compiler
+from cutlass_moe.version import VERSION
+from epilogues import Epilogue, SiluGate
 
 COMBINE, PERMUTE = CombineSpec("bfloat16"), PermuteSpec("bfloat16")
 RETURN_NOTHING = "return 0;"
@@ -226,7 +240,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda content: content.pop("schema"), "it has no schema version"),
-        (lambda content: content.update(schema=99), "its schema is 99, and this version reads schema 1"),
+        (lambda content: content.update(schema=99), f"is 99, and this version reads schema {SCHEMA_VERSION}"),
         (lambda content: content.pop("arch"), "it lacks arch"),
         (lambda content: content["kernels"][0].pop("spec"), "a kernel's entry is malformed"),
         (
@@ -250,6 +264,10 @@ def edit_manifest(directory: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def entry(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "spec": spec, "source_hash": "", "cubin_sha256": "", "resources": None}
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
@@ -261,7 +279,8 @@ def truncate(path: Path) -> None:
         (lambda d: (d / LIBRARY_NAME).unlink(), "is missing, though its manifest is there"),
         (lambda d: (d / MANIFEST_NAME).unlink(), "no kernel library in"),
         (lambda d: (d / MANIFEST_NAME).write_text("{"), "cannot be read"),
-        (lambda d: edit_manifest(d, schema=0), "its schema is 0, and this version reads schema 1"),
+        (lambda d: edit_manifest(d, schema=0), f"its schema is 0, and this version reads schema {SCHEMA_VERSION}"),
+        (lambda d: edit_manifest(d, cutlass_moe="0.0.1"), f"by cutlass_moe 0.0.1, and this is {VERSION}"),
         (lambda d: edit_manifest(d, arch="sm_100a"), "is for sm_100a, and this version needs sm_90a"),
         (lambda d: edit_manifest(d, tvm_ffi="0.9"), "was linked to tvm_ffi 0.9, and tvm_ffi"),
         (lambda d: edit_manifest(d, cuda=12), "is for CUDA 12, and this version needs CUDA 13"),
@@ -282,8 +301,7 @@ def test_library_that_does_not_load(library: Path) -> None:
 
 
 def test_library_that_lacks_a_kernel_of_its_manifest(library: Path) -> None:
-    entry = {"name": PERMUTE.name, "spec": PERMUTE.describe(), "source_hash": "", "resources": None}
-    edit_manifest(library, kernels=[entry])
+    edit_manifest(library, kernels=[entry(PERMUTE.name, PERMUTE.describe())])
     with pytest.raises(LibraryError, match=f"lacks {PERMUTE.name}"):
         load.get_kernel(PERMUTE)
 
@@ -328,8 +346,7 @@ def test_missing_kernel_is_compiled_on_first_use_and_kept(
 
 
 def test_kernel_built_to_another_spec_is_not_used(library: Path, c_compiler: Compiler) -> None:
-    entry = {"name": COMBINE.name, "spec": {"kind": "older"}, "source_hash": "", "resources": None}
-    edit_manifest(library, kernels=[entry])
+    edit_manifest(library, kernels=[entry(COMBINE.name, {"kind": "older"})])
     load.get_kernel(COMBINE)
     assert c_compiler.calls == [COMBINE.name]
 
@@ -354,6 +371,47 @@ def test_missing_cuda_runtime_is_said(library: Path, monkeypatch: pytest.MonkeyP
         load.get_kernel(COMBINE)
 
 
+@dataclass(frozen=True)
+class OtherSiluGate(Epilogue):
+    """Has the name of the shipped SiluGate, and is another one."""
+
+    accumulators: ClassVar[int] = 2
+
+    def math(self, ops: Any, *accumulators: Any, **tensors: Any) -> Any:
+        return accumulators[0] + accumulators[1]
+
+
+OtherSiluGate.__qualname__ = OtherSiluGate.__name__ = "SiluGate"
+
+
+def test_epilogue_of_the_same_name_is_not_used(library: Path, c_compiler: Compiler) -> None:
+    shipped, other = (GemmSpec("bfloat16", CONFIGS[0], epilogue) for epilogue in (SiluGate(), OtherSiluGate()))
+    assert shipped.name == other.name and shipped != other
+    build.build([shipped], library, jobs=1)
+    opened = load.KernelLibrary(library)
+    assert opened.holds(shipped) and not opened.holds(other)
+    c_compiler.calls.clear()
+    assert load.get_kernel(other) is not load.get_kernel(shipped)
+    assert c_compiler.calls == [other.name]
+
+
+def test_libraries_load_side_by_side(
+    library: Path, tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's library beside the shipped one; both even have a kernel of one name."""
+    c_compiler.bodies[COMBINE.name] = OUT_OF_MEMORY
+    mine = tmp_path / "mine"
+    build.build([COMBINE, PERMUTE], mine, jobs=1)
+    c_compiler.calls.clear()
+    monkeypatch.setenv(LIBRARY_VARIABLE, f"{library}{os.pathsep}{mine}")
+    assert load.get_kernel(COMBINE)() is None and load.get_kernel(PERMUTE)() is None
+    load.reset()
+    monkeypatch.setenv(LIBRARY_VARIABLE, f"{mine}{os.pathsep}{library}")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load.get_kernel(COMBINE)()
+    assert c_compiler.calls == []
+
+
 def test_loading_does_not_import_the_dsl() -> None:
     code = "import sys, cutlass_moe.aot.load; sys.exit('cutlass' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -365,7 +423,22 @@ def test_loading_does_not_import_the_dsl() -> None:
 def test_variable_names_a_directory_or_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for value in (tmp_path, tmp_path / LIBRARY_NAME):
         monkeypatch.setenv(LIBRARY_VARIABLE, str(value))
-        assert locations.find_library() == tmp_path
+        assert locations.find_libraries() == [tmp_path]
+
+
+def test_variable_names_several_and_an_empty_one_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    default, mine, other = (tmp_path / name for name in ("default", "mine", "other"))
+    default.mkdir()
+    MANIFEST.write(default)
+    monkeypatch.setattr(locations, "package_directory", lambda: default)
+    monkeypatch.setenv(LIBRARY_VARIABLE, f"{mine}{os.pathsep}{other / LIBRARY_NAME}{os.pathsep}{mine}")
+    assert locations.find_libraries() == [mine, other]
+    monkeypatch.setenv(LIBRARY_VARIABLE, f"{mine}{os.pathsep}")
+    assert locations.find_libraries() == [mine, default]
+    monkeypatch.setenv(LIBRARY_VARIABLE, "")
+    assert locations.find_libraries() == [default]
 
 
 def test_default_output_is_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -378,11 +451,11 @@ def test_library_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(locations, "package_directory", lambda: tmp_path / "package")
-    assert locations.find_library() is None
+    assert locations.find_libraries() == []
     cached = tmp_path / "cutlass_moe" / "lib"
     cached.mkdir(parents=True)
     MANIFEST.write(cached)
-    assert locations.find_library() == cached
+    assert locations.find_libraries() == [cached]
 
 
 # ---- command line
@@ -395,14 +468,100 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "usage: python -m cutlass_moe" in capsys.readouterr().err
+    assert "usage: cutlass-moe" in capsys.readouterr().err
 
 
 def test_list_shows_what_is_built(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
     assert f"{library}: 1 kernels for sm_90a" in shown
-    assert "not built" in shown
+    assert COMBINE.name in shown and "are not built" in shown
+
+
+def test_inspect_shows_one_kernel(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", COMBINE.name]) == 0
+    shown = capsys.readouterr().out
+    for words in (COMBINE.name, str(library), "bfloat16", "built without cuobjdump", f"cutlass_moe {VERSION}"):
+        assert words in shown
+    assert main(["inspect", "combine_bflaot16", "--library", str(library)]) == 1
+    assert f"did you mean {COMBINE.name}?" in capsys.readouterr().err
+
+
+def test_verify_needs_a_gpu(library: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["verify"]) == 1
+    assert "a GPU of compute capability 9.0" in capsys.readouterr().err
+
+
+MODULE = """
+from dataclasses import dataclass
+from cutlass_moe.aot.specs import gemm_specs
+from epilogues import Epilogue
+
+@dataclass(frozen=True)
+class Scaled(Epilogue):
+    factor: float = 2.0
+
+    def math(self, ops, *accumulators, **tensors):
+        return accumulators[0] * self.factor
+
+KERNELS = gemm_specs(Scaled(0.5), dtypes=["bfloat16"])
+"""
+
+
+def test_module_of_a_user_builds_a_library_of_its_own(
+    tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_epilogues.py").write_text(MODULE)
+    output = tmp_path / "mine"
+    assert main(["build", "--module", str(tmp_path / "my_epilogues.py"), "--output", str(output), "--jobs", "1"]) == 0
+    kernels = read_manifest(output).kernels
+    assert len(kernels) == len(CONFIGS)
+    specs = [read_spec(kernel.spec) for kernel in kernels.values()]
+    assert {spec.name for spec in specs} == set(kernels)
+    assert kernels[specs[0].name].spec["epilogue"] == {
+        "module": "my_epilogues",
+        "class": "Scaled",
+        "fields": {"factor": 0.5},
+    }
+    assert all(load.KernelLibrary(output).holds(spec) for spec in specs)
+    assert main(["list", "--library", str(output)]) == 0
+    assert "not shipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "there is no file"), ("import no_such_module", "cannot be imported"), ("KERNELS = [1]", "must define")],
+)
+def test_module_without_kernels(
+    content: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / f"kernels_{abs(hash(message))}.py"
+    if content is not None:
+        path.write_text(content)
+    assert main(["build", "--module", str(path), "--output", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert main(["build", "--module", str(path)]) == 1
+    assert "--module needs --output" in capsys.readouterr().err
+
+
+def test_spec_reads_back_from_a_manifest() -> None:
+    for spec in (*catalogue(), GemmSpec("float16", CONFIGS[-1], SiluGate())):
+        assert read_spec(json_form(spec.describe())) == spec
+    with pytest.raises(SpecError, match="no kernels of kind 'new'"):
+        read_spec({"kind": "new"})
+    with pytest.raises(SpecError, match="is not one of this version"):
+        read_spec({"kind": "combine", "colour": 1})
+    unknown = GemmSpec("float16", CONFIGS[0], SiluGate()).describe()
+    unknown["epilogue"]["module"] = "no_such_module"
+    with pytest.raises(SpecError, match=r"no_such_module\.SiluGate cannot be imported"):
+        read_spec(unknown)
 
 
 def test_list_refuses_a_bad_library(library: Path, capsys: pytest.CaptureFixture[str]) -> None:

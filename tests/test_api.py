@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_moe
 from cutlass_moe import checks, reference
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, route_chunks
 from cutlass_moe.experts import launch_experts
+from cutlass_moe.workspace import workspace_size
 from epilogues import RoutingScale, SiluGate
 
 T, K, E, H, I = 11, 3, 5, 32, 24  # noqa: E741
@@ -185,6 +189,9 @@ def test_operators_pass_opcheck(layout: str, make_layer: Any) -> None:
     operators = torch.ops.cutlass_moe
     torch.library.opcheck(operators.fused_experts.default, arguments)
     torch.library.opcheck(operators.fused_experts_out.default, arguments, {"out": torch.empty_like(layer.x)})
+    workspace = torch.zeros(workspace_size(T, K, H, I, E, torch.bfloat16), dtype=torch.uint8)
+    keywords = {"out": torch.empty_like(layer.x), "workspace": workspace}
+    torch.library.opcheck(operators.fused_experts_out.default, arguments, keywords)
     torch.library.opcheck(operators.plan_routing.default, (layer.ids, layer.weights, E))
     torch.library.opcheck(operators.plan_routing.default, (layer.ids, None, E))
     plan = cutlass_moe.plan_routing(layer.ids, E, layer.weights)
@@ -223,7 +230,10 @@ def test_compiles_as_one_graph_with_dynamic_tokens(
         actual = compiled(inputs.x, inputs.ids, inputs.weights, outs[0])
         expected = block(inputs.x, inputs.ids, inputs.weights, outs[1])
         for a, b in zip((*actual, outs[0]), (*expected, outs[1]), strict=True):
-            assert torch.equal(a, b)
+            if backend == "inductor":  # its code rounds elsewhere: within one unit in the last place of bf16
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+            else:
+                assert torch.equal(a, b)
     assert len(graphs) == 1
     assert set(distances) == {2 * H}, "the compiler copied the views of the fused weight"
 
@@ -235,9 +245,80 @@ def test_checks_run_while_tracing(make_layer: Any) -> None:
         compiled(layer.x, layer.w_gate, layer.w_up, layer.w_gate, layer.ids, layer.weights)
 
 
-def test_import_needs_neither_the_dsl_nor_tvm_ffi() -> None:
-    code = "import sys, cutlass_moe; sys.exit(bool({'cutlass', 'tvm_ffi'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_grouped_gemm_under_compile_is_a_graph_break(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    plan = cutlass_moe.plan_routing(layer.ids, E)
+    x_MH = cutlass_moe.permute(layer.x, plan)
+
+    def block(a: Tensor) -> Tensor:
+        return 2 * cutlass_moe.grouped_gemm(a + 1, layer.w_gate, plan.expert_offsets_E1)
+
+    torch._dynamo.reset()
+    kept = int(plan.expert_offsets_E1[-1])
+    assert torch.equal(torch.compile(block, backend="eager")(x_MH)[:kept], block(x_MH)[:kept])
+
+
+def test_inference_mode_and_autocast_change_nothing(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    with torch.inference_mode():
+        assert torch.equal(cutlass_moe.fused_experts(*layer.arguments), expected)
+    with torch.autocast("cpu", dtype=torch.float16):
+        actual = cutlass_moe.fused_experts(*layer.arguments)
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
+
+
+def test_workspace_of_the_public_functions(make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I, layout="interleaved")
+    x = layer.x
+    size = workspace_size(T, K, H, I, E, torch.bfloat16)
+    assert size > 2 * T * K * (H + I) and size % 256 == 0
+    assert workspace_size(T - 1, K, H, I, E, torch.bfloat16) <= size
+    workspace = torch.zeros(size, dtype=torch.uint8)
+    expected = cutlass_moe.fused_experts(*layer.arguments)
+    assert torch.equal(cutlass_moe.fused_experts(*layer.arguments, workspace=workspace), expected)
+    gate_up = (x, layer.w_gate_up, layer.w_down, layer.ids, layer.weights)
+    fused = cutlass_moe.fused_experts_gate_up(*gate_up, interleaved=True, workspace=workspace)
+    assert torch.equal(fused, expected)
+    out = torch.full_like(x, torch.nan)
+    assert cutlass_moe.fused_experts(*layer.arguments, out=out, workspace=workspace) is out
+    assert torch.equal(out, expected)
+    compiled = torch.compile(cutlass_moe.fused_experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*layer.arguments, workspace=workspace), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda w, x: w[:-1], ValueError, "workspace must have at least workspace_size"),
+        (lambda w, x: torch.zeros(len(w) + 1, dtype=torch.uint8)[1:], ValueError, "workspace must start at a multiple"),
+        (lambda w, x: w.view(torch.int32), TypeError, r"workspace must have dtype torch\.uint8"),
+        (lambda w, x: w.view(-1, 2), ValueError, "workspace must have 1 dimensions"),
+        (lambda w, x: torch.zeros(2 * len(w), dtype=torch.uint8)[::2], ValueError, "workspace must be contiguous"),
+        (lambda w, x: w.tolist(), TypeError, "workspace must be a torch.Tensor"),
+        (lambda w, x: x.view(-1).view(torch.uint8), ValueError, "workspace must"),
+    ],
+)
+def test_wrong_workspace(change: Any, error: type[Exception], message: str, make_layer: Any) -> None:
+    layer = make_layer(T, K, E, H, I)
+    workspace = torch.zeros(workspace_size(T, K, H, I, E, torch.bfloat16), dtype=torch.uint8)
+    with pytest.raises(error, match=message):
+        cutlass_moe.fused_experts(*layer.arguments, workspace=change(workspace, layer.x))
+
+
+def test_import_is_light() -> None:
+    """Neither the DSL, TVM-FFI nor torch's compiler come with it, nor a CUDA context; at most 0.2 s beyond torch."""
+    code = """
+import sys, time, torch
+start = time.process_time()
+import cutlass_moe
+print(time.process_time() - start)
+heavy = {"cutlass", "tvm_ffi", "torch._dynamo", "rich"} & set(sys.modules)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.2
 
 
 def torch_kernel(spec: KernelSpec) -> Callable[..., None]:
@@ -279,9 +360,10 @@ def torch_kernel(spec: KernelSpec) -> Callable[..., None]:
         row_tensors: tuple[Tensor, ...] | None,
         row_index: Tensor | None,
         out: Tensor,
+        early: bool,
         sm_count: int,
     ) -> None:
-        assert isinstance(spec, GemmSpec) and sm_count == 132
+        assert isinstance(spec, GemmSpec) and early and sm_count == 132
         weights = (first,) if second is None else (first, second)
         assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
         assert (row_index is not None) == spec.epilogue.scatter
@@ -326,17 +408,52 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]
         lookup.cache_clear()
 
 
+def path(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+class NoAllocations(TorchDispatchMode):
+    """Fails where one of the package's host functions makes a tensor; what the stand-ins do is theirs."""
+
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "empty" in function.name():
+            frame = inspect.currentframe()
+            while frame is not None and (frame.f_code is self.__torch_dispatch__.__code__ or "/torch/" in path(frame)):
+                frame = frame.f_back
+            assert frame is not None
+            own = "/cutlass_moe/" in path(frame) and not path(frame).endswith("/reference.py")
+            assert self.allowed or not own, f"{function.name()} at {path(frame)}:{frame.f_lineno}"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_workspace", [False, True])
 @pytest.mark.parametrize("layout", ["separate", "concatenated", "interleaved"])
 @pytest.mark.parametrize("shape", [(T, K, E), (1, 1, 1), (3, 1, 1), (1, 4, 2)])
 def test_host_path_of_the_kernels(
-    layout: str, shape: tuple[int, int, int], make_layer: Any, torch_kernels: list[KernelSpec]
+    in_workspace: bool,
+    layout: str,
+    shape: tuple[int, int, int],
+    make_layer: Any,
+    torch_kernels: list[KernelSpec],
 ) -> None:
     tokens, top_k, experts = shape
     layer = make_layer(tokens, top_k, experts, H, I, layout=layout, id_dtype=torch.int32, weight_dtype=torch.float16)
     expected = cutlass_moe.fused_experts(*layer.arguments)
     wide = torch.full((tokens, H + 8), torch.nan, dtype=torch.bfloat16)
     out = wide[:, :H].as_strided((tokens, H), (3 if tokens == 1 else H + 8, 1))
-    launch_experts(*(*layer.arguments, "silu", out))
+    workspace = None
+    if in_workspace:
+        size = workspace_size(tokens, top_k, H, I, experts, torch.bfloat16)
+        guarded = torch.full((size + 512,), 77, dtype=torch.uint8)
+        workspace = guarded[256:-256]
+    with NoAllocations(allowed=not in_workspace):
+        launch_experts(*(*layer.arguments, "silu", out, workspace))
+    if in_workspace:
+        assert (guarded[:256] == 77).all() and (guarded[-256:] == 77).all()
     assert torch.equal(out, expected) and wide[:, H:].isnan().all()
     assert [spec.describe()["kind"] for spec in torch_kernels] == [
         "route",
@@ -351,5 +468,6 @@ def test_host_path_of_the_kernels(
 def test_host_path_launches_nothing_without_slots(make_layer: Any, torch_kernels: list[KernelSpec]) -> None:
     layer = make_layer(3, 1, E, H, I)
     out = torch.full((3, H), torch.nan, dtype=torch.bfloat16)
-    launch_experts(layer.x, layer.w_gate, layer.w_up, layer.w_down, layer.ids[:, :0], layer.weights[:, :0], "silu", out)
+    arguments = (layer.x, layer.w_gate, layer.w_up, layer.w_down, layer.ids[:, :0], layer.weights[:, :0])
+    launch_experts(*arguments, "silu", out, None)
     assert not out.any() and not torch_kernels

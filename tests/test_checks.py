@@ -324,7 +324,8 @@ def test_combine_arguments(call: dict[str, Any]) -> None:
     ],
 )
 def test_grouped_gemm_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    good = {"a_MK": ones(10, H), "b": ones(E, I, H), "expert_offsets_E1": torch.tensor([0, 3, 3, 10]).int()}
+    offsets_E1 = torch.tensor([0, 3, 3, 10]).int()
+    good: dict[str, Any] = {"a_MK": ones(10, H), "b": ones(E, I, H), "expert_offsets_E1": offsets_E1}
     cutlass_moe.grouped_gemm(**good, epilogue=Identity())
     with pytest.raises(error, match=message):
         cutlass_moe.grouped_gemm(**(good | change))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from perf import PerfError, console, environment, results, runner
-from perf.__main__ import build_parser, main, options_of
-from perf.check import Verdict, check_layer, match_ratio, reference_layer, relative_error
-from perf.ours import Steps, run_layer
-from perf.peers import PEERS, TorchGroupedMm, get_peers
-from perf.results import CaseResult, PeerResult, RunResult
-from perf.roofline import Roofs, Work, layer_work, sol_score
-from perf.timing import Captured, Spread, Turns, time_in_turns
-from perf.workloads import Case, Inputs, Weights, Workload, get_workload, workloads
+from perf import PerfError, console, environment, options, results
+from perf.__main__ import build_parser, main
+from perf.check import Verdict, check_layer, match_ratio
+from perf.monitor import Monitor
+from perf.options import Options
+from perf.ours import run_layer
+from perf.peers import PEERS, get_peers
+from perf.results import CaseResult, PeerResult, RunResult, StepResult
+from perf.roofline import Roofs, Work, layer_work, sol_score, step_works
+from perf.run_command import options_of
+from perf.timing import EagerTimer, Spread, Stopwatch, Turns, time_in_turns
+from perf.workloads import Case, Inputs, Weights, Workload, custom_workload, get_workload, more_models, workloads
 
 B200 = Roofs(read_TBps=7.667, dense_TFLOPs=1811)
 CPU = torch.device("cpu")
@@ -79,6 +83,16 @@ class TestRoofline:
         assert work.tflops(2.0) == pytest.approx(1000)
         assert work.tbps(2.0) == pytest.approx(0.5)
 
+    def test_steps_add_up_to_the_layer_and_their_intermediates(self) -> None:
+        shape = {"tokens": 5, "top_k": 2, "hidden": 64, "intermediate": 32}
+        steps = step_works(**shape, experts=8, experts_hit=4, weight_bytes=4)
+        layer = layer_work(**shape, experts_hit=4)
+        gemms = steps["gemm1"], steps["gemm2"]
+        assert sum(step.flops for step in gemms) == layer.flops
+        weights, x_rows, h_rows = 3 * 4 * 64 * 32 * 2, 10 * 64 * 2, 10 * 32 * 2
+        assert sum(step.bytes for step in gemms) == weights + 2 * x_rows + 2 * h_rows + 2 * 4 * 10
+        assert steps["permute"].bytes == 5 * 64 * 2 + 4 * 10 + x_rows
+
     def test_score_is_one_at_the_speed_of_light_and_half_at_the_baseline(self) -> None:
         assert sol_score(2.0, 2.0, 6.0) == 1.0
         assert sol_score(6.0, 2.0, 6.0) == 0.5
@@ -96,11 +110,22 @@ class TestWorkloads:
         assert (ling.hidden, ling.intermediate, ling.experts, ling.top_k) == (4096, 1024, 256, 8)
         assert all(case.batch and case.seq and case.batch * case.seq == case.tokens for case in jamba.prefill_cases)
         assert {case.tokens: case.atol for case in ling.prefill_cases}[2368] == 1e-5
-        assert [case.tokens for case in ling.cases(decode=True)] == [1, 4, 16, 64, 256, 1024]
+        assert [case.tokens for case in ling.cases("decode")] == [1, 4, 16, 64, 256, 1024]
 
     def test_filter_by_tokens(self) -> None:
-        cases = get_workload("jamba_large").cases(decode=False, tokens=[2048, 512])
+        cases = get_workload("jamba_large").cases("headline", tokens=[2048, 512])
         assert [case.tokens for case in cases] == [512] * 3 + [2048] * 5
+
+    def test_other_layers(self) -> None:
+        assert [case.tokens for case in get_workload("deepseek_v3").cases("headline")] == [4096, 16384]
+        assert get_workload("mimo_v2_flash").routing.name == "replacement" and len(more_models()) == 5
+        custom = custom_workload("4096,1024,256,8")
+        assert custom.name == "H4096_I1024_E256_K8" and custom.experts == 256
+        assert [case.tokens for case in custom.cases("headline", [9, 2])] == [2, 9]
+
+    def test_all_is_both_grids(self) -> None:
+        cases = get_workload("ling_flash").cases("all")
+        assert len(cases) == 22 and {case.grid for case in cases} == {"headline", "decode"}
 
     def test_inputs_follow_the_recipe(self) -> None:
         for workload in workloads().values():
@@ -182,20 +207,6 @@ class TestCheck:
         assert not Verdict().passed(Case(1, 0.1), 0.98)
 
 
-class TestContenders:
-    def test_steps_give_the_layer(self, tiny: Workload) -> None:
-        weights, inputs = made_weights(tiny), tiny.make_inputs(7, generator(1))
-        out_TH = torch.empty_like(inputs.x_TH)
-        run_layer(inputs, weights, out_TH)
-        steps = Steps(inputs, weights)
-        assert torch.equal(steps.out_TH, out_TH)
-        assert list(steps.calls) == ["route", "permute", "gemm1", "gemm2", "combine"]
-
-    def test_torch_peer_gives_the_layer(self, tiny: Workload) -> None:
-        weights, inputs = made_weights(tiny), tiny.make_inputs(7, generator(1))
-        assert relative_error(TorchGroupedMm(weights)(inputs), reference_layer(inputs, weights)) < 1e-2
-
-
 class TestTiming:
     def test_spread(self) -> None:
         spread = Spread.of([float(ms) for ms in range(11)])
@@ -225,10 +236,34 @@ class TestTiming:
         spreads = time_in_turns({"a": lambda: 1.0}, turns, clock=lambda: 3.0 * next(now))
         assert spreads["a"].repeats == expected
 
+    def test_eager_timer_keeps_the_host_time(self) -> None:
+        class FakeStopwatch(Stopwatch):
+            def __init__(self) -> None:
+                pass
+
+            def eager(self, call: Callable[[], object]) -> tuple[float, float]:
+                return 2.0, 0.04
+
+        timer = EagerTimer(FakeStopwatch(), lambda: None)
+        assert [timer(), timer()] == [2.0, 2.0] and timer.host_us == pytest.approx(40)
+
+    def test_monitor_reads_samples_and_survives_their_absence(self) -> None:
+        with Monitor(None, ["sh", "-c", "echo 1500, 690.5, 50; echo '[N/A], 1, 2'; echo 1700, 700.5, 60"]) as monitor:
+            assert monitor._process is not None
+            monitor._process.wait()
+            time.sleep(0.2)
+            assert monitor.over(0.0) == {"sm_clock_MHz": 1600.0, "power_W": 695.5, "temperature_C": 55.0}
+            assert monitor.over(math.inf) == {}
+        with Monitor(None, ["no-such-program"]) as monitor:
+            assert monitor.over(0.0) == {}
+
 
 def a_case(**changes: Any) -> CaseResult:
     case = CaseResult(
         workload="jamba_large",
+        grid="headline",
+        routing="uniform",
+        shape={"hidden": 8192, "intermediate": 24576, "experts": 16, "top_k": 2},
         tokens=512,
         batch=2,
         seq=256,
@@ -236,22 +271,33 @@ def a_case(**changes: Any) -> CaseResult:
         p10_ms=4.9,
         p90_ms=5.2,
         repeats=20,
+        cool_ms=4.8,
+        cool_p10_ms=4.7,
+        cool_p90_ms=4.9,
         eager_ms=5.1,
+        host_us=38.0,
+        hot_state={"sm_clock_MHz": 1500.0, "power_W": 690.0},
+        cool_state={},
         flops=10**12,
         bytes=2 * 10**10,
         experts_hit=16,
+        rows_max=80,
         roof_ms=4.5,
         roof_ms_datasheet=4.0,
         sol_score=0.8,
         dense_ms=2.0,
+        dense_cool_ms=1.8,
         match_ratio=0.999,
         relative_error=3e-3,
         check_rounds=10,
         passed=True,
-        steps={"gemm1": 3.0, "gemm2": 1.5, "gaps": 0.0},
-        peers={"torch_grouped_mm": PeerResult("all of it", 7.0, 6.9, 7.1, 7.2, 4e-3)},
+        steps={
+            "gemm1": StepResult(3.0, 2.9, 3.1, 6 * 10**11, 13 * 10**9),
+            "gemm2": StepResult(1.5, 1.4, 1.6, 4 * 10**11, 6 * 10**9),
+        },
+        gaps_ms=0.5,
+        peers={"torch_grouped_mm": PeerResult("all of it", "layer", 7.0, 6.9, 7.1, 7.2, 90.0, 6.8)},
         stock_two_gemms_ms=4.66,
-        gemms_over_stock=4.5 / 4.66,
         recorded_peers_ms={"liger": 6.21},
     )
     return replace(case, **changes)
@@ -283,7 +329,7 @@ class TestResults:
         document = results.to_json(a_result(a_case(), a_case(batch=None, seq=None)))
         assert {"device", "date", "commit", "versions", "roofs", "cases"} <= set(document)
         case, without_batch = document["cases"]
-        fields = "workload tokens batch seq ms roof_ms dense_ms match_ratio passed steps peers"
+        fields = "workload tokens batch seq ms cool_ms host_us roof_ms dense_ms match_ratio passed steps peers"
         assert set(fields.split()) <= set(case)
         assert {"ms", "what"} <= set(case["peers"]["torch_grouped_mm"])
         assert "batch" not in without_batch and "seq" not in without_batch
@@ -295,7 +341,7 @@ class TestResults:
             ("[]", "its schema is None"),
             ('{"schema": "other/2"}', "its schema is 'other/2'"),
             (json.dumps({"schema": results.SCHEMA}), "does not follow it"),
-            (json.dumps({"schema": results.SCHEMA, "cases": [{"peers": {}}]}), "does not follow it"),
+            (json.dumps({"schema": results.SCHEMA, "cases": [{"peers": {}, "steps": {}}]}), "does not follow it"),
         ],
     )
     def test_refuses_other_files(self, tmp_path: Path, text: str, message: str) -> None:
@@ -309,49 +355,56 @@ class TestResults:
             results.load(tmp_path / "none.json")
 
     def test_only_full_runs_take_the_place_of_the_record(self) -> None:
-        full = results.result_path(None, "h200", decode=False, record=True)
-        part = results.result_path(None, "h200", decode=True, record=False)
+        full = results.result_path(None, "h200", "headline", record=True)
+        part = results.result_path(None, "h200", "decode", record=False)
         assert full.parts[-4:] == ("perf", "results", "h200", "headline.json")
         assert part.parts[-3:] == ("h200", "partial", "decode.json")
-        assert results.result_path(Path("x"), "h200", decode=False, record=False) == Path("x/headline.json")
+        assert results.result_path(Path("x"), "h200", "headline", record=False) == Path("x/headline.json")
 
 
 class TestConsole:
     def test_line_of_a_case(self) -> None:
-        line = console.case_line(a_case())
+        line = console.case_line(a_case()).split()
         for part in (
             "jamba_large",
             "512",
-            "2x256",
             "5.000",
+            "4.800",
+            "5.100",
+            "38",
             "200",
             "4.00",
             "90.0%",
-            "7.000",
+            "0.80",
             "1.40",
             "0.97",
-            "pass",
         ):
-            assert part in line.split()
+            assert part in line
         assert "FAIL" in console.case_line(a_case(passed=False))
 
     def test_output_of_all_cases_fits_what_comes_back(self) -> None:
-        result = a_result(*[a_case()] * 32)
+        result = a_result(*[a_case()] * 43)
         lines = [console.header(result, Path("x/headline.json")), *map(console.case_line, result.cases)]
-        assert len("\n".join([*lines, console.summary(result)])) < 6000
+        assert len("\n".join([*lines, console.summary(result)])) < 9000
         assert len(lines[0].splitlines()[-1]) == len(lines[1]) + 1, "columns line up"
 
     def test_summary_names_what_went_wrong(self) -> None:
-        broken = a_case(peers={"torch_grouped_mm": PeerResult("all", error="RuntimeError: no")}, passed=False)
-        assert console.summary(a_result(a_case(), broken)).splitlines() == [
+        peers = {
+            "torch_grouped_mm": PeerResult("all", error="RuntimeError: no"),
+            "quack": PeerResult("all", absent="quack is not installed"),
+        }
+        result = a_result(a_case(), a_case(peers=peers, passed=False))
+        result.not_for_the_record = "the tree differs from its commit"
+        assert console.summary(result).splitlines() == [
             "1 of 2 checked cases pass",
-            "torch_grouped_mm: RuntimeError: no",
+            "torch_grouped_mm: 1.40 to 1.40 times ours in 1 cases; RuntimeError: no",
+            "quack: absent: quack is not installed",
+            "not for the record: the tree differs from its commit",
         ]
-        assert "error" in console.case_line(broken)
 
     def test_no_progress_bar_without_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
         with console.progress_bar(3) as advance:
-            advance("a step")
+            advance("a step", 1)
         assert capsys.readouterr() == ("", "")
 
 
@@ -374,7 +427,7 @@ class TestRefusals:
 
     def test_unknown_workload(self, capsys: pytest.CaptureFixture[str]) -> None:
         message = self.refusal(capsys, "--workload", "jambo")
-        assert message == "perf: unknown workload 'jambo': known are jamba_large, ling_flash"
+        assert message.startswith("perf: unknown workload 'jambo': known are jamba_large, ling_flash, mixtral_8x7b")
 
     def test_unknown_tokens(self, capsys: pytest.CaptureFixture[str]) -> None:
         message = self.refusal(capsys, "--workload", "jamba_large", "--tokens", "7", "512")
@@ -388,13 +441,13 @@ class TestRefusals:
         assert self.refusal(capsys) == "perf: perf run needs a CUDA device and torch sees none"
 
     def test_too_little_memory(self) -> None:
-        plans = runner.make_plans(runner.Options(workloads=("jamba_large",)))
+        plans = options.make_plans(Options(workloads=("jamba_large",)))
         with pytest.raises(PerfError, match=r"jamba_large needs about .* NVIDIA L4 has 24 GB free"):
-            runner.require_memory(plans, get_peers(list(PEERS)), 24 * 10**9, "NVIDIA L4")
+            options.require_memory(plans, get_peers(list(PEERS)), 24 * 10**9, "NVIDIA L4")
 
     def test_both_workloads_fit_an_h200(self) -> None:
-        plans = runner.make_plans(runner.Options(workloads=tuple(workloads())))
-        runner.require_memory(plans, get_peers(list(PEERS)), 139 * 2**30, "NVIDIA H200")
+        plans = options.make_plans(Options(workloads=tuple(workloads()), grid="all"))
+        options.require_memory(plans, get_peers(list(PEERS)), 139 * 2**30, "NVIDIA H200")
 
     @pytest.mark.parametrize("rounds", ["0", "-1", "x"])
     def test_bad_rounds(self, rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,15 +455,43 @@ class TestRefusals:
             build_parser().parse_args(["run", "--rounds", rounds])
         assert "--rounds" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--shape", "64,32,4"], "a shape is H,I,E,K"),
+            (["--shape", "64,32,4,5"], "K between 1 and E"),
+            (["--shape", "60,32,4,1"], "multiples of 8"),
+            (["--routing", "zipf:x"], "must be a number"),
+            (["--routing", "most"], "unknown routing 'most'"),
+            (["--routing", "nowhere.npy"], "cannot be read as expert ids"),
+            (["--shape", "64,32,4,1", "--tokens", "0"], "at least 1"),
+        ],
+    )
+    def test_bad_requests(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert message in self.refusal(capsys, *arguments)
+
+    def test_recorded_ids_that_do_not_fit(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "ids.json"
+        for ids, tokens, message in (
+            ([[0, 1, 2]], 1, "has 3 ids a token and the workload 2"),
+            ([[0, 1]], 2, "has 1 tokens, fewer than the 2"),
+            ([[0, 4]], 1, "ids from 0 to 4, outside the 4"),
+            ([0, 1], 1, "whole numbers of shape [T, K]"),
+        ):
+            path.write_text(json.dumps(ids))
+            request = ["--shape", "64,32,4,2", "--tokens", str(tokens), "--routing", str(path)]
+            assert message in self.refusal(capsys, *request)
+
 
 class TestOptions:
-    def options(self, *arguments: str) -> runner.Options:
+    def options(self, *arguments: str) -> Options:
         return options_of(build_parser().parse_args(["run", *arguments]))
 
-    def test_defaults_are_for_the_record(self) -> None:
-        options = self.options()
-        assert options.rounds == 10 and options.for_the_record
-        assert self.options("--decode").for_the_record
+    def test_defaults_can_be_the_record(self) -> None:
+        chosen = self.options()
+        assert chosen.rounds == 10 and chosen.why_partial() is None and chosen.file_name == "headline"
+        for flag, name in (("--decode", "decode"), ("--all", "full")):
+            assert self.options(flag).why_partial() is None and self.options(flag).file_name == name
 
     @pytest.mark.parametrize(
         "arguments",
@@ -420,110 +501,20 @@ class TestOptions:
             ["--rounds", "3"],
             ["--tokens", "512"],
             ["--workload", "ling_flash"],
+            ["--routing", "zipf"],
+            ["--shape", "64,32,4,2"],
             ["--peers"],
         ],
     )
     def test_anything_less_is_not(self, arguments: list[str]) -> None:
-        assert not self.options(*arguments).for_the_record
+        assert self.options(*arguments).why_partial()
 
+    def test_a_dirty_or_unknown_tree_is_not_for_the_record(self) -> None:
+        assert environment.why_not_for_the_record("0123") is None
+        assert "differs" in str(environment.why_not_for_the_record("0123-dirty"))
+        assert environment.COMMIT_VARIABLE in str(environment.why_not_for_the_record("unknown"))
 
-class FakeStopwatch:
-    """Runs the calls; every call takes 2 ms."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def device_ms(self, call: Callable[[], object]) -> float:
-        call()
-        return 2.0
-
-    eager_ms = device_ms
-
-
-class FakeGraph:
-    """Replays by calling again and copying into the captured output, as a graph writes to the same memory."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call, self.output = call, call()
-
-    def replay(self) -> None:
-        again = self.call()
-        if isinstance(again, torch.Tensor):
-            self.output.copy_(again)
-
-
-@pytest.fixture
-def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `runner.run` measure the tiny workload on the CPU, with fake clocks and graphs."""
-    monkeypatch.setattr(runner, "get_workload", lambda name: tiny)
-    monkeypatch.setattr(runner, "require_device", lambda plans, peers: CPU)
-    monkeypatch.setattr(runner, "Stopwatch", FakeStopwatch)
-    monkeypatch.setattr(Captured, "of", FakeGraph)
-    monkeypatch.setattr(runner, "measure_roofs", lambda stopwatch, device: Roofs(4.4, 750.0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-
-@pytest.mark.usefixtures("cpu_run")
-class TestRun:
-    def run(self, folder: Path, **arguments: Any) -> RunResult:
-        return runner.run(runner.Options(workloads=("tiny",), rounds=2, output=folder, **arguments))
-
-    def test_every_case_is_checked_timed_and_saved(self, tmp_path: Path) -> None:
-        result = self.run(tmp_path)
-        assert [(case.tokens, case.match_ratio, case.passed) for case in result.cases] == [
-            (3, 1.0, True),
-            (5, 1.0, True),
-            (5, 1.0, True),
-        ]
-        case = result.cases[1]
-        assert case.ms == case.eager_ms == case.dense_ms == 2.0
-        assert case.steps == {
-            "route": 2.0,
-            "permute": 2.0,
-            "gemm1": 2.0,
-            "gemm2": 2.0,
-            "combine": 2.0,
-            "gaps": 0.0,
-        }
-        peer = case.peers["torch_grouped_mm"]
-        assert peer.error is None and peer.ms == 2.0 and peer.relative_error is not None
-        assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
-        saved = results.load(tmp_path / "headline.json")
-        assert saved.cases == result.cases and not saved.complete
-
-    def test_what_was_measured_survives_a_crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        measure = runner._measure
-
-        def dies_at_5(workload: Workload, inputs: Inputs, *rest: Any) -> runner.Measurement:
-            if len(inputs.x_TH) == 5:
-                raise RuntimeError("unspecified launch failure")
-            return measure(workload, inputs, *rest)
-
-        monkeypatch.setattr(runner, "_measure", dies_at_5)
-        with pytest.raises(RuntimeError, match="launch failure"):
-            self.run(tmp_path)
-        assert [case.tokens for case in results.load(tmp_path / "headline.json").cases] == [3]
-
-    def test_a_wrong_peer_is_not_timed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TorchGroupedMm, "__call__", lambda self, inputs: torch.zeros_like(inputs.x_TH))
-        peer = self.run(tmp_path).cases[0].peers["torch_grouped_mm"]
-        assert peer.ms is None and peer.error is not None and "wrong output" in peer.error
-
-    def test_a_peer_that_raises_costs_its_own_column(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(self: TorchGroupedMm, weights: Weights) -> None:
-            raise RuntimeError("no kernel\nfor this device")
-
-        monkeypatch.setattr(TorchGroupedMm, "__init__", broken)
-        case = self.run(tmp_path).cases[0]
-        assert case.passed and case.peers["torch_grouped_mm"].error == "RuntimeError: no kernel for this device"
-        assert case.sol_score is None
-
-    def test_a_replay_that_writes_nothing_fails_the_case(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(FakeGraph, "replay", lambda self: None)
-        case = self.run(tmp_path).cases[0]
-        assert case.match_ratio == 1.0 and case.passed is False
-
-    def test_unchecked_is_neither_passed_nor_failed(self, tmp_path: Path) -> None:
-        result = runner.run(runner.Options(workloads=("tiny",), rounds=0, peers=(), output=tmp_path))
-        assert {(case.passed, case.match_ratio) for case in result.cases} == {(None, None)}
+    def test_files_of_other_runs(self) -> None:
+        assert self.options("--routing", "zipf:1.2", "--decode").file_name == "decode-zipf_1.2"
+        assert self.options("--shape", "64,32,4,2").file_name == "shapes"
+        assert self.options("--workload", "deepseek_v3").file_name == "shapes"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from cutlass_moe.aot.build import build
 from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.load import KernelLibrary
 from cutlass_moe.aot.locations import default_output
-from cutlass_moe.aot.sass import Resources, count_instructions, find_tool, parse_usage
-from cutlass_moe.config import GemmSpec, KernelSpec
+from cutlass_moe.aot.sass import Resources, count_instructions, disassemble_embedded, find_tool, parse_usage
+from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec
 
 USAGE = """
 Resource usage:
@@ -72,6 +74,30 @@ def test_library_has_the_kernel(library: KernelLibrary, spec: KernelSpec) -> Non
     assert library.holds(spec)
     with pytest.raises(TypeError):
         library.function(spec)()  # too few arguments: the launcher checks them before it touches a GPU
+
+
+def test_library_loads_in_milliseconds(library: KernelLibrary) -> None:
+    """At most 50 ms for the library and 1 ms for a first kernel, at the best of a few tries."""
+    spec = catalogue()[0]
+    loads, kernels = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        opened = KernelLibrary(library.directory)
+        loaded = time.perf_counter()
+        assert opened.holds(spec)
+        opened.function(spec)
+        kernels.append(time.perf_counter() - loaded)
+        loads.append(loaded - start)
+    assert min(loads) < 0.05 and min(kernels) < 0.001
+
+
+def test_cubin_is_found_in_the_library(library: KernelLibrary) -> None:
+    spec = CombineSpec("bfloat16")
+    path = library.directory / library.manifest.library
+    sass = disassemble_embedded(path, library.manifest.kernels[spec.name].cubin_sha256)
+    assert count_instructions(sass)["EXIT"] > 0
+    with pytest.raises(RuntimeError, match="holds no cubin of SHA-256 00"):
+        disassemble_embedded(path, "00")
 
 
 def test_catalogue_names_are_unique() -> None:

@@ -175,6 +175,7 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
         tuple(tensors.values()) or None,
         row_index_M,
         wide[:, :features],
+        False,
         sm_count,
     )
     expected = torch.full((out_rows, features), torch.nan, device=device)
@@ -186,9 +187,7 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
     return _require_close("out", where, wide[~unwritten, :features], expected[~unwritten])
 
 
-def _normal(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
-) -> Tensor:
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator, device=generator.device) * scale).to(dtype)
 
 

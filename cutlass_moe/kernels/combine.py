@@ -1,4 +1,5 @@
-"""combine: sums each token's rows in slot order, in fp32, and rounds once. No atomics, so the result is bitwise repeatable.
+"""combine: sums each token's rows in slot order, in fp32, and rounds once. No atomics: the result is bitwise
+repeatable.
 
 One thread owns 8 neighbouring columns (16 bytes) of one token; a CTA covers `COLUMNS` of them.
 """
@@ -18,8 +19,8 @@ def combine_kernel(y_MH: cute.Tensor, slot_row_TK: cute.Tensor, out_TH: cute.Ten
     token, column_block, _ = cute.arch.block_idx()
     top_k = cute.size(slot_row_TK, mode=[1])
     column = column_block * THREADS + thread
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     if column * VECTOR < cute.size(out_TH, mode=[1]):
         total = cute.make_rmem_tensor(cute.make_layout((1, VECTOR)), Float32)
         total.fill(0.0)

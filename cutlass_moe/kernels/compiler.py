@@ -11,7 +11,7 @@ from typing import Any
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # before the DSL is imported: there may be no GPU to ask
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec
@@ -38,10 +38,10 @@ def _matrix(dtype: str, rows: Any, columns: Any) -> Any:
 
 
 def compile_kernel(spec: KernelSpec) -> Any:
-    """The compiled TVM-FFI function of `spec`; its `export_to_c(path, function_name=spec.name)` writes an object file.
+    """The compiled TVM-FFI function of `spec`: `export_to_c(path, function_name=spec.name)` writes an object file.
 
-    The function takes its arguments in the order of the kernel's host function, None where that says so, and launches on
-    the caller's current stream.
+    The function takes its arguments in the order of the kernel's host function, None where that says so, and
+    launches on the caller's current stream.
     """
     function, args = _gemm(spec) if isinstance(spec, GemmSpec) else _glue(spec)
     # The DSL drops the cubin as a file too, under a name that does not tell kernels apart.
@@ -93,6 +93,7 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
         tuple(_vector(tensor.dtype, row_count) for tensor in spec.epilogue.tensors) or None,
         _vector("int32", row_count) if spec.epilogue.scatter else None,
         _matrix(spec.dtype, out_rows, outputs),
+        Boolean(False),
         Int32(132),
     ]
 
@@ -103,7 +104,7 @@ def kernel_sources(spec: KernelSpec) -> list[Path]:
         "route": ["route", "tile_scheduler"],
         "permute": ["permute"],
         "combine": ["combine"],
-        "gemm": ["grouped_gemm", "tile_scheduler"],
+        "gemm": ["grouped_gemm", "tile_scheduler", "tile_store"],
     }[spec.describe()["kind"]]
     names = ["cutlass_moe.config", "cutlass_moe.kernels.compiler", *(f"cutlass_moe.kernels.{m}" for m in modules)]
     if isinstance(spec, GemmSpec):

@@ -1,6 +1,7 @@
 """permute: copies each token's row to the rows of its slots, which are grouped by expert.
 
-One thread owns 8 neighbouring columns (16 bytes) of one token: it reads them once and stores them once for each live slot.
+One thread owns 8 neighbouring columns (16 bytes) of one token: it reads them once and stores them once for each live
+slot.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def permute_kernel(x_TH: cute.Tensor, slot_row_TK: cute.Tensor, x_MH: cute.Tenso
     thread, _, _ = cute.arch.thread_idx()
     token, column_block, _ = cute.arch.block_idx()
     column = column_block * THREADS + thread
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     if column * VECTOR < cute.size(x_TH, mode=[1]):
         vector = cute.local_tile(x_TH, (1, VECTOR), (Int64(token), column)).load()
         for k in cutlass.range(cute.size(slot_row_TK, mode=[1]), unroll=8):

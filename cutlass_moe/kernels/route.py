@@ -3,9 +3,9 @@
 Slot t * K + k names its expert; an id outside [0, E) drops the slot. Rows are numbered expert by expert and, within an
 expert, in slot order, so the result depends on nothing but the ids.
 
-Two kernels: `count_kernel` counts each chunk's slots by expert; `place_kernel` adds up the counts before its own chunk and
-ranks the slots within it. One chunk needs only the second. Integer counters in shared memory are the only atomics: their
-sums do not depend on the order.
+Two kernels: `count_kernel` counts each chunk's slots by expert; `place_kernel` adds up the counts before its own
+chunk and ranks the slots within it. One chunk needs only the second. Integer counters in shared memory are the only
+atomics: their sums do not depend on the order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def expert_of(expert_id: cutlass.Numeric, experts: Int32) -> Int32:
 
 @cute.jit
 def count_equal_before(experts_S: cute.Tensor, position: Int32, limit: Int32) -> Int32:
-    """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a whole warp."""
+    """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a
+    whole warp."""
     mine = experts_S[position]
     count = Int32(0)
     for i in cutlass.range(limit, unroll=8):
@@ -57,8 +58,8 @@ def count_kernel(ids_M: cute.Tensor, chunk_counts_CE: cute.Tensor):
     for e in cutlass.range(thread, experts, THREADS):
         s_counts[e] = Int32(0)
     cute.arch.sync_threads()
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     rounds = chunk_rounds(slots, chunks)
     for r in cutlass.range(rounds):
         slot = (chunk * rounds + r) * THREADS + thread
@@ -93,8 +94,8 @@ def place_kernel(
     for e in cutlass.range(thread, experts, THREADS):
         s_offsets[e] = Int32(0)
     cute.arch.sync_threads()
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
 
     # Totals of each expert, and how many of them lie in earlier chunks.
     if chunks == 1:

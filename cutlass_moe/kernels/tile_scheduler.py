@@ -1,11 +1,12 @@
 """Which tile a CTA works on: integer logic over the experts' row counts, read on the device.
 
-Every function here is plain integer arithmetic on tensors, so it also runs on the host: the CPU tests call the very source
-that the kernels use. Only `prefix_sum_by_warp` needs a warp.
+Every function here is plain integer arithmetic on tensors, so it also runs on the host: the CPU tests call the very
+source that the kernels use. Only `prefix_sum_by_warp` needs a warp.
 
-An expert's rows are split evenly over the fewest tiles of at most `tile_tokens` rows, so 257 rows under a width of 256 are two
-tiles of 136 and 121 rows, not one of 256 and one of 1. Work is numbered expert by expert; within an expert neighbouring
-numbers are the token tiles of one weight tile, so that a weight tile is read from HBM once and then from L2.
+An expert's rows are split evenly over the fewest tiles of at most `tile_tokens` rows, so 257 rows under a width of
+256 are two tiles of 136 and 121 rows, not one of 256 and one of 1. Work is numbered expert by expert; within an
+expert neighbouring numbers are the token tiles of one weight tile, so that a weight tile is read from HBM once and
+then from L2.
 """
 
 from __future__ import annotations

@@ -1,0 +1,248 @@
+"""Times everything at one token count: ours, its steps, the peers and dense cuBLAS, in turns, hot and cool."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from perf import results
+from perf.check import ERROR_LIMIT, reference_layer, relative_error
+from perf.monitor import Monitor
+from perf.options import Options
+from perf.ours import Steps, run_layer
+from perf.peers.base import Peer, Prepared
+from perf.peers.torch_layers import DenseTwoGemms
+from perf.results import PeerResult, StepResult
+from perf.roofline import Work, layer_work, step_works
+from perf.timing import Captured, EagerTimer, Spread, Stopwatch, time_in_turns
+from perf.workloads import Inputs, Weights, Workload
+
+MEMORY_SHARE = 0.8  # of the free memory that one call of a peer may take
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Everything timed at one token count."""
+
+    work: Work
+    experts_hit: int
+    rows_max: int
+    replay_equal: bool
+    ours: Spread
+    ours_cool: Spread
+    ours_eager: Spread
+    host_us: float
+    dense: Spread
+    dense_cool: Spread
+    hot_state: dict[str, float]
+    cool_state: dict[str, float]
+    steps: dict[str, StepResult]
+    peers: dict[str, PeerResult]
+
+
+@dataclass
+class Contenders:
+    """What is timed, by name: graph replays, eager calls, and what runs cool as well."""
+
+    hot: dict[str, Callable[[], float]] = field(default_factory=dict)
+    cool: dict[str, Callable[[], float]] = field(default_factory=dict)
+    eager: dict[str, EagerTimer] = field(default_factory=dict)
+
+
+def prepare_peers(
+    peer_types: Sequence[type[Peer]], weights: Weights, *, tune: bool = False
+) -> dict[str, Peer | PeerResult]:
+    """Each peer, or why it is not ready: whatever a peer raises costs its own column only."""
+    prepared = Prepared(weights, tune)
+    peers: dict[str, Peer | PeerResult] = {}
+    for peer_type in peer_types:
+        empty = PeerResult(peer_type.what, peer_type.scope, captured=peer_type.capturable)
+        reason = peer_type.absent()
+        if reason:
+            peers[peer_type.name] = replace(empty, absent=reason)
+            continue
+        try:
+            peers[peer_type.name] = peer_type(prepared)
+        except Exception as error:
+            peers[peer_type.name] = replace(empty, error=_one_line(error))
+    return peers
+
+
+def measure(
+    workload: Workload,
+    inputs: Inputs,
+    weights: Weights,
+    peers: Mapping[str, Peer | PeerResult],
+    stopwatch: Stopwatch,
+    monitor: Monitor,
+    options: Options,
+) -> Measurement:
+    """Times ours, its steps, the peers and dense cuBLAS on the same inputs."""
+    out_TH = torch.empty_like(inputs.x_TH)
+
+    def ours() -> torch.Tensor:
+        run_layer(inputs, weights, out_TH)
+        return out_TH
+
+    captured = Captured.of(ours)
+    steps = Steps(inputs, weights)
+    captured_steps = {name: Captured.of(call) for name, call in steps.calls.items()}
+    dense = Captured.of(DenseTwoGemms(weights, steps.x_MH, steps.h_MI))
+    contenders = Contenders()
+    for name, graph in (("ours", captured), ("dense", dense)):
+        contenders.hot[name] = partial(stopwatch.device_ms, graph.replay)
+        contenders.cool[name] = partial(stopwatch.cool_ms, graph.replay)
+    contenders.eager["ours"] = EagerTimer(stopwatch, ours)
+    for name, step in captured_steps.items():
+        contenders.hot[f"step {name}"] = partial(stopwatch.device_ms, step.replay)
+
+    peer_results = add_peers(contenders, workload, peers, inputs, reference_layer(inputs, weights), stopwatch)
+    replay_equal = _replay_equal(captured, ours)
+
+    began = time.monotonic()
+    eager = {f"eager {name}": timer for name, timer in contenders.eager.items()}
+    hot = time_in_turns({**contenders.hot, **eager}, options.turns)
+    hot_state = monitor.over(began)
+    began = time.monotonic()
+    cool = time_in_turns(contenders.cool, options.cool_turns)
+    cool_state = monitor.over(began)
+
+    for name, checked in peer_results.items():
+        if f"eager {name}" in hot:
+            peer_results[name] = _with_times(name, checked, hot, cool, contenders.eager[name].host_us)
+    counts = inputs.topk_ids_TK.flatten().unique(return_counts=True)[1]
+    tokens, experts_hit = inputs.x_TH.shape[0], len(counts)
+    return Measurement(
+        work=layer_work(
+            tokens=tokens,
+            top_k=workload.top_k,
+            hidden=workload.hidden,
+            intermediate=workload.intermediate,
+            experts_hit=experts_hit,
+        ),
+        experts_hit=experts_hit,
+        rows_max=int(counts.max()),
+        replay_equal=replay_equal,
+        ours=hot["ours"],
+        ours_cool=cool["ours"],
+        ours_eager=hot["eager ours"],
+        host_us=contenders.eager["ours"].host_us,
+        dense=hot["dense"],
+        dense_cool=cool["dense"],
+        hot_state=hot_state,
+        cool_state=cool_state,
+        steps=_step_results(workload, tokens, experts_hit, {name: hot[f"step {name}"] for name in steps.calls}),
+        peers=peer_results,
+    )
+
+
+def _step_results(
+    workload: Workload, tokens: int, experts_hit: int, spreads: Mapping[str, Spread]
+) -> dict[str, StepResult]:
+    works = step_works(
+        tokens=tokens,
+        top_k=workload.top_k,
+        hidden=workload.hidden,
+        intermediate=workload.intermediate,
+        experts=workload.experts,
+        experts_hit=experts_hit,
+        weight_bytes=workload.weight_dtype.itemsize,
+    )
+    return {
+        name: StepResult(spread.ms, spread.p10_ms, spread.p90_ms, works[name].flops, works[name].bytes)
+        for name, spread in spreads.items()
+    }
+
+
+def add_peers(
+    contenders: Contenders,
+    workload: Workload,
+    peers: Mapping[str, Peer | PeerResult],
+    inputs: Inputs,
+    reference_TH: torch.Tensor,
+    stopwatch: Stopwatch,
+) -> dict[str, PeerResult]:
+    """Checks each peer's output and adds those that are right to `contenders`; their times are not known yet."""
+    peer_results: dict[str, PeerResult] = {}
+    for name, peer in peers.items():
+        if isinstance(peer, PeerResult):
+            peer_results[name] = peer
+            continue
+        try:
+            peer_results[name] = _add_peer(contenders, workload, peer, inputs, reference_TH, stopwatch)
+        except Exception as error:  # as in prepare_peers
+            peer_results[name] = PeerResult(peer.what, peer.scope, captured=peer.capturable, error=_one_line(error))
+    return peer_results
+
+
+def _add_peer(
+    contenders: Contenders,
+    workload: Workload,
+    peer: Peer,
+    inputs: Inputs,
+    reference_TH: torch.Tensor,
+    stopwatch: Stopwatch,
+) -> PeerResult:
+    checked = PeerResult(peer.what, peer.scope, captured=peer.capturable)
+    needed = peer.call_bytes(workload, len(inputs.x_TH))
+    if needed and needed > MEMORY_SHARE * _free_bytes(inputs.x_TH.device):
+        return replace(checked, error=f"not run: one call needs {needed / 1e9:.0f} GB of device memory")
+    call, finish = peer.bind(inputs)
+    if peer.capturable:
+        graph = Captured.of(call)
+        graph.output.fill_(math.nan)
+        graph.replay()
+        out_TH = finish(graph.output)
+    else:
+        out_TH = finish(call())
+    error = relative_error(out_TH, reference_TH)
+    checked = replace(checked, relative_error=results.finite(error))
+    if not error <= ERROR_LIMIT:
+        wrong = f"wrong output, not timed: relative error {error:.3g}, at most {ERROR_LIMIT:g} expected"
+        return replace(checked, error=wrong)
+    if peer.capturable:
+        contenders.hot[peer.name] = partial(stopwatch.device_ms, graph.replay)
+        if peer.scope == "layer":
+            contenders.cool[peer.name] = partial(stopwatch.cool_ms, graph.replay)
+    contenders.eager[peer.name] = EagerTimer(stopwatch, call)
+    return checked
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2**62
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _with_times(
+    name: str, checked: PeerResult, hot: Mapping[str, Spread], cool: Mapping[str, Spread], host_us: float
+) -> PeerResult:
+    eager = hot[f"eager {name}"]
+    spread = hot.get(name, eager)
+    return replace(
+        checked,
+        ms=spread.ms,
+        p10_ms=spread.p10_ms,
+        p90_ms=spread.p90_ms,
+        eager_ms=eager.ms,
+        host_us=host_us,
+        cool_ms=cool[name].ms if name in cool else None,
+    )
+
+
+def _replay_equal(captured: Captured[torch.Tensor], eager: Callable[[], torch.Tensor]) -> bool:
+    """Whether a replay writes, bit for bit, what an eager call writes: an empty graph is fast too."""
+    expected_TH = eager().clone()
+    captured.output.fill_(math.nan)
+    captured.replay()
+    return torch.equal(captured.output, expected_TH)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,149 @@
+"""Integer logic of the kernels, run on the host from the very `@cute.jit` functions that the kernels call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+cutlass = pytest.importorskip("cutlass")
+
+from cutlass.cute.runtime import from_dlpack  # noqa: E402
+
+from cutlass_moe.config import CHUNK_SLOTS, route_chunks  # noqa: E402
+from cutlass_moe.kernels import route, tile_scheduler  # noqa: E402
+
+TILE_TOKENS = (32, 160, 288)
+row_counts = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 700)), min_size=1, max_size=40)
+
+
+@cute.jit
+def walk_tiles(
+    offsets_E1: cute.Tensor,
+    tile_starts_E1: cute.Tensor,
+    found_W4: cute.Tensor,
+    feature_tiles: cutlass.Int32,
+    works: cutlass.Int32,
+):
+    experts = cute.size(offsets_E1) - 1
+    for work in cutlass.range(works):
+        expert, feature_tile, row, rows = tile_scheduler.locate_tile(
+            work, feature_tiles, experts, offsets_E1, tile_starts_E1
+        )
+        found_W4[work, 0] = expert
+        found_W4[work, 1] = feature_tile
+        found_W4[work, 2] = row
+        found_W4[work, 3] = rows
+
+
+@cute.jit
+def count_tiles(rows_E: cute.Tensor, tiles_E: cute.Tensor, tile_tokens: cutlass.Constexpr):
+    for e in cutlass.range(cute.size(rows_E)):
+        tiles_E[e] = tile_scheduler.count_token_tiles(rows_E[e], tile_tokens)
+
+
+@cute.jit
+def rank_chunk(ids_S: cute.Tensor, experts_S: cute.Tensor, ranks_S: cute.Tensor, experts: cutlass.Int32):
+    """What the threads of one chunk do: each names its slot's expert, then counts the equal ones before it."""
+    slots = cute.size(ids_S)
+    for i in cutlass.range(slots):
+        experts_S[i] = route.expert_of(ids_S[i], experts)
+    for i in cutlass.range(slots):
+        ranks_S[i] = route.count_equal_before(experts_S, i, slots)
+
+
+@cute.jit
+def rounds_of(slots_N: cute.Tensor, chunks_N: cute.Tensor, rounds_N: cute.Tensor):
+    for i in cutlass.range(cute.size(slots_N)):
+        rounds_N[i] = route.chunk_rounds(slots_N[i], chunks_N[i])
+
+
+def as_cute(tensor: torch.Tensor) -> Any:
+    return from_dlpack(tensor).mark_layout_dynamic(tensor.dim() - 1)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[..., Any]:
+    """`cute.compile` with a memory: one compilation for each function and constant."""
+    cache: dict[Any, Any] = {}
+
+    def call(function: Any, *arguments: Any, constants: tuple[Any, ...] = ()) -> None:
+        runtime = [as_cute(a) if isinstance(a, torch.Tensor) else cutlass.Int32(a) for a in arguments]
+        key = (function, constants, tuple(a.dtype for a in arguments if isinstance(a, torch.Tensor)))
+        if key not in cache:
+            cache[key] = cute.compile(function, *runtime, *constants)
+        cache[key](*runtime)
+
+    return call
+
+
+def exclusive_sums(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
+
+
+@pytest.mark.parametrize("tile_tokens", TILE_TOKENS)
+@settings(max_examples=40, deadline=None)
+@given(counts=row_counts, feature_tiles=st.integers(1, 5))
+def test_tiles_cover_every_row_once(
+    counts: list[int], feature_tiles: int, tile_tokens: int, compiled: Callable[..., Any]
+) -> None:
+    rows_E = torch.tensor(counts, dtype=torch.int32)
+    tiles_E = torch.full_like(rows_E, -1)
+    compiled(count_tiles, rows_E, tiles_E, constants=(tile_tokens,))
+    assert tiles_E.tolist() == [-(-count // tile_tokens) for count in counts]
+    offsets, starts = exclusive_sums(rows_E), exclusive_sums(tiles_E)
+    works = int(starts[-1]) * feature_tiles
+    found = torch.full((works + 1, 4), -1, dtype=torch.int32)
+    compiled(walk_tiles, offsets, starts, found, feature_tiles, works)
+    assert found[works].tolist() == [-1] * 4
+
+    covered = torch.zeros(feature_tiles, int(offsets[-1]), dtype=torch.int32)
+    for expert, feature_tile, row, rows in found[:works].tolist():
+        assert 0 < rows <= tile_tokens, "no tile is empty and none is wider than the widest instruction"
+        assert offsets[expert] <= row and row + rows <= offsets[expert + 1], "a tile stays within its expert"
+        assert (row - int(offsets[expert])) % tile_scheduler.ROW_GRANULE == 0
+        covered[feature_tile, row : row + rows] += 1
+    assert bool((covered == 1).all())
+
+
+def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callable[..., Any]) -> None:
+    offsets, starts = torch.tensor([0, 257], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    found = torch.zeros(2, 4, dtype=torch.int32)
+    compiled(walk_tiles, offsets, starts, found, 1, 2)
+    assert found[:, 3].tolist() == [136, 121]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), experts=st.integers(1, 9))
+def test_ranks_within_a_chunk(data: st.DataObject, experts: int, dtype: torch.dtype, compiled: Callable[..., Any]) -> None:
+    """Against a stable sort: duplicates, dropped ids, one expert with all slots, int64 ids beyond 2^31."""
+    wild = [-1, experts, 2**31 - 1, -(2**31)] + ([2**32, 2**32 + 1, -(2**40)] if dtype == torch.int64 else [])
+    one_id = st.one_of(st.integers(0, experts - 1), st.sampled_from(wild))
+    ids = torch.tensor(data.draw(st.lists(one_id, min_size=1, max_size=CHUNK_SLOTS)), dtype=dtype)
+    named, ranks = torch.full(ids.shape, -7, dtype=torch.int32), torch.full(ids.shape, -7, dtype=torch.int32)
+    compiled(rank_chunk, ids, named, ranks, experts)
+    kept = (ids >= 0) & (ids < experts)
+    assert torch.equal(named, torch.where(kept, ids, -1).to(torch.int32))
+    starts = exclusive_sums(torch.bincount(named[kept].long(), minlength=experts))
+    rows = starts[named[kept].long()] + ranks[kept]
+    order = torch.argsort(named[kept], stable=True)
+    expected = torch.empty_like(rows)
+    expected[order] = torch.arange(len(rows), dtype=torch.int32)
+    assert torch.equal(rows, expected)
+
+
+def test_chunks_cover_all_slots(compiled: Callable[..., Any]) -> None:
+    slots = torch.tensor([1, 2, 255, 256, 257, 4096, 32768, 32769, 65536, 1_000_003, 2**30], dtype=torch.int32)
+    chunks = torch.tensor([route_chunks(int(n)) for n in slots], dtype=torch.int32)
+    rounds = torch.zeros_like(slots)
+    compiled(rounds_of, slots, chunks, rounds)
+    covered = rounds.long() * chunks * CHUNK_SLOTS
+    assert bool((covered >= slots).all())
+    # Less than one more round of every chunk would be too few.
+    assert bool(((rounds.long() - 1) * chunks * CHUNK_SLOTS < slots).all())

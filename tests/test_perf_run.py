@@ -1,0 +1,162 @@
+"""perf's runs on the CPU: a whole run with fake clocks and graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perf import measure, options, results, runner
+from perf.__main__ import main
+from perf.options import Options
+from perf.peers.base import Prepared
+from perf.peers.torch_layers import TorchGroupedMm
+from perf.results import RunResult
+from perf.roofline import Roofs
+from perf.timing import Captured
+from perf.workloads import Case, Inputs, Workload, get_workload
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny() -> Workload:
+    """A layer small enough for any CPU, with two cases of equal T and different atol."""
+    return replace(
+        get_workload("jamba_large"),
+        name="tiny",
+        hidden=64,
+        intermediate=32,
+        experts=6,
+        prefill_cases=(Case(5, 0.05), Case(3, 0.05, batch=1, seq=3), Case(5, 0.01)),
+        recorded_prefill_ms={"other": {5: 1.5}},
+        stock_gemms=((1, 2.0, 1.0), (3, 4.0, 2.0)),
+    )
+
+
+class FakeStopwatch:
+    """Runs the calls; every call takes 2 ms."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def device_ms(self, call: Callable[[], object]) -> float:
+        call()
+        return 2.0
+
+    cool_ms = device_ms
+
+    def eager(self, call: Callable[[], object]) -> tuple[float, float]:
+        return self.device_ms(call), 0.04
+
+
+class FakeGraph:
+    """Replays by calling again and copying into the captured output, as a graph writes to the same memory."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.output = call, call()
+
+    def replay(self) -> None:
+        again = self.call()
+        if isinstance(again, torch.Tensor):
+            self.output.copy_(again)
+
+
+@pytest.fixture
+def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `runner.run` measure the tiny workload on the CPU, with fake clocks and graphs."""
+    monkeypatch.setattr(options, "get_workload", lambda name: tiny)
+    monkeypatch.setattr(runner, "require_device", lambda plans, peers: CPU)
+    monkeypatch.setattr(runner, "Stopwatch", FakeStopwatch)
+    monkeypatch.setattr(Captured, "of", FakeGraph)
+    monkeypatch.setattr(runner, "measure_roofs", lambda stopwatch, device: Roofs(4.4, 750.0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@pytest.mark.usefixtures("cpu_run")
+class TestRun:
+    def run(self, folder: Path, **arguments: Any) -> RunResult:
+        return runner.run(Options(**{"workloads": ("tiny",), "rounds": 2, "output": folder, **arguments}))
+
+    def test_every_case_is_checked_timed_and_saved(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, peers=("torch_grouped_mm", "cublas_loop", "deep_gemm"))
+        assert [(case.tokens, case.match_ratio, case.passed) for case in result.cases] == [
+            (3, 1.0, True),
+            (5, 1.0, True),
+            (5, 1.0, True),
+        ]
+        case = result.cases[1]
+        assert case.ms == case.cool_ms == case.eager_ms == case.dense_ms == case.dense_cool_ms == 2.0
+        assert case.host_us == pytest.approx(40) and case.rows_max >= 2
+        assert list(case.steps) == ["route", "permute", "gemm1", "gemm2", "combine"]
+        assert {step.ms for step in case.steps.values()} == {2.0} and case.gaps_ms == 0.0
+        assert case.steps["gemm1"].flops + case.steps["gemm2"].flops == case.flops
+        torch_peer, loop = case.peers["torch_grouped_mm"], case.peers["cublas_loop"]
+        assert torch_peer.error is None and torch_peer.ms == torch_peer.cool_ms == 2.0 and torch_peer.captured
+        assert loop.error is None and loop.ms == 2.0 and loop.cool_ms is None and not loop.captured
+        assert case.peers["deep_gemm"].ms is None
+        assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
+        saved = results.load(tmp_path / "shapes.json")
+        assert saved.cases == result.cases and saved.complete and saved.not_for_the_record
+
+    def test_routing_given_on_the_command_line(self, tmp_path: Path) -> None:
+        case = self.run(tmp_path, routing="all-to-one").cases[0]
+        assert (case.experts_hit, case.rows_max, case.routing) == (1, 6, "all-to-one") and case.passed
+        assert case.recorded_peers_ms == {} and (tmp_path / "shapes-all-to-one.json").exists()
+
+    def test_a_shape_has_no_published_tolerance(self, tmp_path: Path) -> None:
+        case = self.run(tmp_path, workloads=(), shapes=("32,16,4,2",), tokens=(6,)).cases[0]
+        assert case.passed and case.match_ratio is None and case.relative_error and case.grid == "free"
+
+    def test_what_was_measured_survives_a_crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def dies_at_5(workload: Workload, inputs: Inputs, *rest: Any) -> measure.Measurement:
+            if len(inputs.x_TH) == 5:
+                raise RuntimeError("unspecified launch failure")
+            return measure.measure(workload, inputs, *rest)
+
+        monkeypatch.setattr(runner, "measure", dies_at_5)
+        with pytest.raises(RuntimeError, match="launch failure"):
+            self.run(tmp_path)
+        saved = results.load(tmp_path / "shapes.json")
+        assert [case.tokens for case in saved.cases] == [3] and not saved.complete
+
+    def test_a_wrong_peer_is_not_timed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TorchGroupedMm, "__call__", lambda self, inputs: torch.zeros_like(inputs.x_TH))
+        peer = self.run(tmp_path).cases[0].peers["torch_grouped_mm"]
+        assert peer.ms is None and peer.error is not None and "wrong output" in peer.error
+
+    def test_a_peer_that_raises_costs_its_own_column(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(self: TorchGroupedMm, prepared: Prepared) -> None:
+            raise RuntimeError("no kernel\nfor this device")
+
+        monkeypatch.setattr(TorchGroupedMm, "__init__", broken)
+        case = self.run(tmp_path).cases[0]
+        assert case.passed and case.peers["torch_grouped_mm"].error == "RuntimeError: no kernel for this device"
+        assert case.sol_score is None
+
+    def test_a_peer_that_needs_too_much_memory_is_not_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TorchGroupedMm, "call_bytes", staticmethod(lambda workload, tokens: 2**63))
+        peer = self.run(tmp_path).cases[0].peers["torch_grouped_mm"]
+        assert peer.error == "not run: one call needs 9223372037 GB of device memory"
+
+    def test_a_replay_that_writes_nothing_fails_the_case(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FakeGraph, "replay", lambda self: None)
+        case = self.run(tmp_path).cases[0]
+        assert case.match_ratio == 1.0 and case.passed is False
+
+    def test_unchecked_is_neither_passed_nor_failed(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, rounds=0, peers=())
+        assert {(case.passed, case.match_ratio) for case in result.cases} == {(None, None)}
+
+    def test_json_on_stdout(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["run", "--workload", "tiny", "--rounds", "1", "--peers", "--json", "--output", str(tmp_path)]) == 0
+        output = capsys.readouterr()
+        assert json.loads(output.out)["schema"] == results.SCHEMA and "3 of 3 checked cases pass" in output.err
