@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: wheels hold compiled kernels, for one platform and for every Python."""
 
 import json
+import platform
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -8,7 +9,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 LIBRARY = Path(__file__).resolve().parent / "cutlass_moe" / "lib"
 # PyTorch's own wheels ask for glibc 2.28, so this asks for no more. tests/test_wheel.py checks what the library needs.
-PLATFORM = "manylinux_2_28_x86_64"
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
 
 
 class KernelWheel(bdist_wheel):

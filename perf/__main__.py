@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from perf import PerfError, run_command
+from perf import PerfError, report_command, run_command, tune_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,6 +22,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run_command.add_arguments(command)
     command.set_defaults(run=run_command.command)
+    command = commands.add_parser(
+        "report",
+        help="make an HTML page and Markdown from results",
+        description="Makes one self-contained HTML page and the same as Markdown. Results after the first are put"
+        " together with it where they are of the same device and commit; with --before one is compared with.",
+    )
+    report_command.add_arguments(command)
+    command.set_defaults(run=report_command.command)
+    command = commands.add_parser(
+        "tune",
+        help="sweep GEMM configurations and make the heuristic's table",
+        description="Times every configuration in turns at several rows per expert, each checked first, and says"
+        " what the table would change. Goes on where it stopped. Exit status: 1 where a configuration was wrong.",
+    )
+    tune_command.add_arguments(command)
+    command.set_defaults(run=tune_command.command)
     return parser
 
 

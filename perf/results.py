@@ -13,7 +13,7 @@ from perf import PerfError
 
 SCHEMA = "cutlass_moe.perf/2"
 RECORD_ROUNDS = 10  # of the check, for a result to stand in perf/results/<device>
-_ROOT = Path(__file__).with_name("results")
+ROOT = Path(__file__).with_name("results")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def load(path: Path) -> RunResult:
 
 def result_path(output: Path | None, device: str, name: str, *, record: bool) -> Path:
     """A run's file: in `output`, else in perf/results/<device> or, unless for the record, its `partial`."""
-    folder = output or (_ROOT / device if record else _ROOT / device / "partial")
+    folder = output or (ROOT / device if record else ROOT / device / "partial")
     return folder / f"{name}.json"
 
 

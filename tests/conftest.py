@@ -10,6 +10,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from cutlass_moe import reference
+from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, route_chunks
+
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("default")
 
@@ -85,3 +88,74 @@ def make_layer() -> Callable[..., LayerInputs]:
 @pytest.fixture(scope="session")
 def relative_error() -> Callable[[Tensor, Tensor], float]:
     return _relative_error
+
+
+def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
+    """What the kernel of this spec does, in plain torch; checks its arguments and their strides."""
+    expected_early = early
+
+    def aligned(*tensors: Tensor) -> None:
+        for tensor in tensors:
+            assert tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1])
+            assert tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+    def route(
+        ids: Tensor,
+        weights: Tensor | None,
+        offsets: Tensor,
+        row_slot: Tensor,
+        slot_row: Tensor,
+        row_weight: Tensor | None,
+        chunk_counts: Tensor,
+    ) -> None:
+        experts = len(offsets) - 1
+        assert ids.is_contiguous() and chunk_counts.shape == (route_chunks(len(ids)), experts)
+        targets = (offsets, row_slot, slot_row, row_weight)
+        results = reference.route(ids, weights, experts)
+        kept = int(results[0][-1])
+        lengths = (experts + 1, kept, len(ids), kept)
+        for target, result, length in zip(targets, results, lengths, strict=True):
+            if target is not None and result is not None:
+                target[:length] = result[:length]
+
+    def permute(x: Tensor, slot_row: Tensor, x_MH: Tensor) -> None:
+        aligned(x, x_MH)
+        x_MH.copy_(reference.permute(x, slot_row))
+
+    def gemm(
+        rows: Tensor,
+        first: Tensor,
+        second: Tensor | None,
+        offsets: Tensor,
+        row_tensors: tuple[Tensor, ...] | None,
+        row_index: Tensor | None,
+        out: Tensor,
+        early: bool,
+        sm_count: int,
+    ) -> None:
+        assert isinstance(spec, GemmSpec) and early is expected_early and sm_count == 132
+        weights = (first,) if second is None else (first, second)
+        assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
+        assert (row_index is not None) == spec.epilogue.scatter
+        aligned(rows, *weights, out)
+        values = zip(spec.epilogue.tensors, row_tensors or (), strict=True)
+        tensors = {declared.name: value for declared, value in values}
+        reference.grouped_gemm(rows, weights, offsets, spec.epilogue, tensors, row_index, out)
+
+    def combine(y: Tensor, slot_row: Tensor, out: Tensor) -> None:
+        aligned(y, out)
+        out.copy_(reference.combine(y, slot_row))
+
+    kinds: dict[type, Callable[..., None]] = {
+        RouteSpec: route,
+        PermuteSpec: permute,
+        GemmSpec: gemm,
+        CombineSpec: combine,
+    }
+    return kinds[type(spec)]
+
+
+@pytest.fixture(scope="session")
+def torch_kernel() -> Callable[..., Callable[..., None]]:
+    """`torch_kernel(spec, early=...)`: a function that stands for the kernel of this spec, on CPU tensors."""
+    return _torch_kernel

@@ -82,7 +82,7 @@ class Compiler:
             source.write_text(C_KERNEL % (function_name, body))
             subprocess.run(["cc", "-fPIC", "-c", str(source), "-o", object_file_path], check=True)
 
-        return SimpleNamespace(artifacts=SimpleNamespace(CUBIN=b"cubin"), export_to_c=export_to_c)
+        return SimpleNamespace(ir_module=None, artifacts=SimpleNamespace(CUBIN=b"cubin"), export_to_c=export_to_c)
 
 
 @pytest.fixture
@@ -93,6 +93,7 @@ def c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     monkeypatch.setattr(compiler, "compile_kernel", made.compile_kernel)
     monkeypatch.setattr(compiler, "kernel_sources", lambda spec: [made.source(spec)])
     monkeypatch.setattr(build, "can_inspect", lambda: False)
+    monkeypatch.setattr(build, "make_portable", lambda module: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
 

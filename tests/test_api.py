@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_moe
-from cutlass_moe import checks, reference
-from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, route_chunks
+from cutlass_moe import checks
+from cutlass_moe.config import KernelSpec, RouteSpec
 from cutlass_moe.experts import launch_experts
 from cutlass_moe.workspace import workspace_size
 from epilogues import RoutingScale, SiluGate
@@ -321,78 +321,16 @@ assert not torch.cuda.is_initialized()
     assert min(float(run.stdout) for run in runs) < 0.2
 
 
-def torch_kernel(spec: KernelSpec) -> Callable[..., None]:
-    """What the kernel of this spec does, in plain torch; checks its arguments and their strides."""
-
-    def aligned(*tensors: Tensor) -> None:
-        for tensor in tensors:
-            assert tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1])
-            assert tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
-
-    def route(
-        ids: Tensor,
-        weights: Tensor | None,
-        offsets: Tensor,
-        row_slot: Tensor,
-        slot_row: Tensor,
-        row_weight: Tensor | None,
-        chunk_counts: Tensor,
-    ) -> None:
-        experts = len(offsets) - 1
-        assert ids.is_contiguous() and chunk_counts.shape == (route_chunks(len(ids)), experts)
-        targets = (offsets, row_slot, slot_row, row_weight)
-        results = reference.route(ids, weights, experts)
-        kept = int(results[0][-1])
-        lengths = (experts + 1, kept, len(ids), kept)
-        for target, result, length in zip(targets, results, lengths, strict=True):
-            if target is not None and result is not None:
-                target[:length] = result[:length]
-
-    def permute(x: Tensor, slot_row: Tensor, x_MH: Tensor) -> None:
-        aligned(x, x_MH)
-        x_MH.copy_(reference.permute(x, slot_row))
-
-    def gemm(
-        rows: Tensor,
-        first: Tensor,
-        second: Tensor | None,
-        offsets: Tensor,
-        row_tensors: tuple[Tensor, ...] | None,
-        row_index: Tensor | None,
-        out: Tensor,
-        early: bool,
-        sm_count: int,
-    ) -> None:
-        assert isinstance(spec, GemmSpec) and early and sm_count == 132
-        weights = (first,) if second is None else (first, second)
-        assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
-        assert (row_index is not None) == spec.epilogue.scatter
-        aligned(rows, *weights, out)
-        values = zip(spec.epilogue.tensors, row_tensors or (), strict=True)
-        tensors = {declared.name: value for declared, value in values}
-        reference.grouped_gemm(rows, weights, offsets, spec.epilogue, tensors, row_index, out)
-
-    def combine(y: Tensor, slot_row: Tensor, out: Tensor) -> None:
-        aligned(y, out)
-        out.copy_(reference.combine(y, slot_row))
-
-    kinds: dict[type, Callable[..., None]] = {
-        RouteSpec: route,
-        PermuteSpec: permute,
-        GemmSpec: gemm,
-        CombineSpec: combine,
-    }
-    return kinds[type(spec)]
-
-
 @pytest.fixture
-def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]:
+def torch_kernels(
+    torch_kernel: Callable[..., Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[KernelSpec]]:
     """Replaces the kernels, so that the host path of CUDA runs on CPU tensors. Gives the specs asked for."""
     specs: list[KernelSpec] = []
 
     def get_kernel(spec: KernelSpec) -> Callable[..., None]:
         specs.append(spec)
-        return torch_kernel(spec)
+        return torch_kernel(spec, early=True)
 
     names = ("routing._route", "permutation._permute", "grouped_gemm._gemm", "combine._combine")
     lookups = [

@@ -20,39 +20,39 @@ def layer(make_layer: Any) -> Any:
     return make_layer(T, K, E, H, I, dtype=torch.float16, layout="interleaved")  # NumPy has no bfloat16
 
 
-def arrays(*tensors: Tensor) -> list[np.ndarray]:
+def arrays(*tensors: Tensor) -> list[Any]:
     return [tensor.numpy() for tensor in tensors]
 
 
 def test_layer_returns_the_callers_kind(layer: Any) -> None:
     expected = cutlass_moe.fused_experts(*layer.arguments)
-    out = cutlass_moe.fused_experts(*arrays(*layer.arguments))
+    out: Any = cutlass_moe.fused_experts(*arrays(*layer.arguments))
     assert isinstance(out, np.ndarray) and out.dtype == np.float16
     assert np.array_equal(out, expected.numpy())
     x, _, _, w_down, ids, weights = arrays(*layer.arguments)
-    fused = cutlass_moe.fused_experts_gate_up(x, layer.w_gate_up.numpy(), w_down, ids, weights, interleaved=True)
+    fused: Any = cutlass_moe.fused_experts_gate_up(x, layer.w_gate_up.numpy(), w_down, ids, weights, interleaved=True)
     assert isinstance(fused, np.ndarray) and np.array_equal(fused, expected.numpy())
 
 
 def test_layer_writes_to_the_callers_array(layer: Any) -> None:
     expected = cutlass_moe.fused_experts(*layer.arguments)
-    wide = np.full((T, H + 8), np.nan, dtype=np.float16)
+    wide: Any = np.full((T, H + 8), np.nan, dtype=np.float16)
     out = wide[:, :H]
     assert cutlass_moe.fused_experts(*arrays(*layer.arguments), out=out) is out
     assert np.array_equal(wide[:, :H], expected.numpy()) and np.isnan(wide[:, H:]).all()
     size = cutlass_moe.workspace_size(T, K, H, I, E, torch.float16)
-    workspace = np.zeros(size, dtype=np.uint8)
+    workspace: Any = np.zeros(size, dtype=np.uint8)
     assert np.array_equal(cutlass_moe.fused_experts(*arrays(*layer.arguments), workspace=workspace), expected.numpy())
 
 
 def test_steps_take_and_return_arrays(layer: Any) -> None:
     x, w_gate, w_up, w_down, ids, weights = arrays(*layer.arguments)
-    plan = cutlass_moe.plan_routing(ids, E, weights)
+    plan: Any = cutlass_moe.plan_routing(ids, E, weights)
     assert isinstance(plan, cutlass_moe.RoutingPlan) and plan.num_experts == E
     assert all(isinstance(table, np.ndarray) for table in plan[:4])
-    x_MH = cutlass_moe.permute(x, plan)
-    h_MI = cutlass_moe.grouped_gemm(x_MH, (w_gate, w_up), plan.expert_offsets_E1, epilogue=SiluGate())
-    y_MH = np.zeros((T * K, H), dtype=np.float16)
+    x_MH: Any = cutlass_moe.permute(x, plan)
+    h_MI: Any = cutlass_moe.grouped_gemm(x_MH, (w_gate, w_up), plan.expert_offsets_E1, epilogue=SiluGate())
+    y_MH: Any = np.zeros((T * K, H), dtype=np.float16)
     returned = cutlass_moe.grouped_gemm(
         h_MI,
         w_down,
@@ -63,7 +63,7 @@ def test_steps_take_and_return_arrays(layer: Any) -> None:
         out=y_MH,
     )
     assert returned is y_MH and isinstance(x_MH, np.ndarray) and isinstance(h_MI, np.ndarray)
-    out = cutlass_moe.combine(y_MH, plan)
+    out: Any = cutlass_moe.combine(y_MH, plan)
     assert np.array_equal(out, cutlass_moe.combine(y_MH, plan.slot_row_TK))
     assert np.array_equal(out, cutlass_moe.fused_experts(*layer.arguments).numpy())
     assert cutlass_moe.plan_routing(ids, E).row_weight_M is None
@@ -74,7 +74,7 @@ def test_wrong_arrays_are_named(layer: Any) -> None:
     with pytest.raises(TypeError, match="argument 0 must be an array that DLPack can hand to torch, got ndarray"):
         cutlass_moe.fused_experts(values[0].astype(object), *values[1:])
     with pytest.raises(ValueError, match="w_down must have shape"):
-        cutlass_moe.fused_experts(*values[:3], values[1], *values[4:])
+        cutlass_moe.fused_experts(*[*values[:3], values[1], *values[4:]])
     with pytest.raises(TypeError, match=r"w_gate must be a torch\.Tensor, got ndarray"):
         cutlass_moe.fused_experts(layer.x, *values[1:])
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
@@ -84,7 +84,7 @@ def test_wrong_arrays_are_named(layer: Any) -> None:
 class NoWayBack:
     """An array of a library without `from_dlpack`: this module."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: Any) -> None:
         self.array = array
 
     def __dlpack__(self, **keywords: Any) -> Any:
@@ -97,4 +97,4 @@ class NoWayBack:
 def test_library_that_takes_no_dlpack(layer: Any) -> None:
     x, *rest = arrays(*layer.arguments)
     with pytest.raises(TypeError, match="has no from_dlpack: pass torch tensors"):
-        cutlass_moe.fused_experts(NoWayBack(x), *rest)
+        cutlass_moe.fused_experts(*[NoWayBack(x), *rest])

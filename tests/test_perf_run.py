@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,10 @@ class FakeGraph:
 
 
 @pytest.fixture
-def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets `runner.run` measure the tiny workload on the CPU, with fake clocks and graphs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other cost more than so little work
     monkeypatch.setattr(options, "get_workload", lambda name: tiny)
     monkeypatch.setattr(runner, "require_device", lambda plans, peers: CPU)
     monkeypatch.setattr(runner, "Stopwatch", FakeStopwatch)
@@ -77,6 +79,8 @@ def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "measure_roofs", lambda stopwatch, device: Roofs(4.4, 750.0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("cpu_run")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
 
 import pytest
@@ -89,6 +91,14 @@ def test_library_loads_in_milliseconds(library: KernelLibrary) -> None:
         kernels.append(time.perf_counter() - loaded)
         loads.append(loaded - start)
     assert min(loads) < 0.05 and min(kernels) < 0.001
+
+
+def test_host_code_runs_on_any_cpu(library: KernelLibrary) -> None:
+    """The DSL would compile launchers for the build machine's CPU: no AVX, which not every machine has."""
+    path = library.directory / library.manifest.library
+    code = subprocess.run(["objdump", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "xmm" in code
+    assert not re.search(r"%[yz]mm|%k[0-7]", code)
 
 
 def test_cubin_is_found_in_the_library(library: KernelLibrary) -> None:

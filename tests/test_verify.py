@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_moe.aot import verify as verify_module
 from cutlass_moe.aot.manifest import KernelEntry, json_form
 from cutlass_moe.aot.verify import WrongResult, check_kernel, verify
 from cutlass_moe.config import CombineSpec, GemmConfig, GemmSpec, KernelSpec, PermuteSpec, RouteSpec
@@ -54,7 +53,7 @@ def test_kernel_that_is_off_in_one_place_fails(spec: KernelSpec, torch_kernel: A
         row = int((out == out).all(1).nonzero()[0])
         out[row, 0] += 1
 
-    with pytest.raises(WrongResult, match="wrong|off by more|relative error"):
+    with pytest.raises(WrongResult, match=r"wrong|off by more|relative error"):
         check_kernel(spec, wrong, CPU, 132)
 
 
@@ -90,7 +89,7 @@ class Library:
 def test_verify_judges_each_kernel(torch_kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(verify_module.checks, "hopper_sm_count", lambda device: 132)
+    monkeypatch.setattr("cutlass_moe.checks.hopper_sm_count", lambda device: 132)
     monkeypatch.setattr(torch, "device", lambda *_: CPU)
     library: Any = Library(torch_kernel)
     verdicts = list(verify(library))

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import tvm_ffi
 from filelock import FileLock
@@ -43,6 +45,8 @@ from cutlass_moe.version import VERSION
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 DSL_RUNTIME_PACKAGE = "nvidia-cutlass-dsl-libs-cu13"
 DSL_RUNTIME_ARCHIVE = "libcuda_dialect_runtime_static.a"
+# Every CPU beside a Hopper GPU has these. Both must be said: without a feature those of the build machine's CPU hold.
+HOST_CPU, HOST_FEATURE = {"x86_64": ("x86-64-v2", "+sse4.2")}.get(platform.machine(), ("generic", "+neon"))
 # Only the kernels are visible. The DSL's helpers stay private to each library, so that several of them in one
 # process, and the DSL's own runtime, do not call each other's.
 EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
@@ -112,7 +116,7 @@ def source_hash(spec: KernelSpec) -> str:
 def hash_sources(spec: KernelSpec, sources: Sequence[Path]) -> str:
     """`source_hash` of a kernel with these source files. Their names count, their folders do not."""
     digest = hashlib.sha256()
-    identity = {"name": spec.name, "spec": spec.describe(), "dsl": _require_dsl(), "arch": ARCH}
+    identity = {"name": spec.name, "spec": spec.describe(), "dsl": _require_dsl(), "arch": ARCH, "host": HOST_CPU}
     digest.update(json.dumps(identity, sort_keys=True).encode())
     for source in sorted(sources, key=lambda path: (path.name, str(path))):
         digest.update(f"\0{source.name}\0".encode())
@@ -229,11 +233,32 @@ def _compile(target: _Target) -> None:
     from cutlass_moe.kernels.compiler import compile_kernel
 
     compiled = compile_kernel(target.spec)
+    make_portable(compiled.ir_module)
     with tempfile.TemporaryDirectory(dir=target.objects, prefix=".compiling-") as scratch:
         made = Path(scratch) / "kernel.o"
         compiled.export_to_c(object_file_path=str(made), function_name=target.spec.name)
         write_atomically(target.file(".cubin"), compiled.artifacts.CUBIN)
         os.replace(made, target.file(".o"))  # last: that it exists says that the kernel is compiled
+
+
+def make_portable(module: Any) -> None:
+    """Has the launchers' host code compiled for `HOST_CPU`: the DSL compiles it for the CPU that it runs on, so that
+    a library built where there is AVX-512 would die of illegal instructions where there is none."""
+    from cutlass._mlir import ir
+
+    with module.context, ir.Location.unknown():
+        attributes = {
+            "target_cpu": ir.StringAttr.get(HOST_CPU),
+            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{HOST_FEATURE}"]>'),
+        }
+
+        def set_target(operation: Any) -> Any:
+            if operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    operation.attributes[name] = value
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(set_target)
 
 
 def _link(objects: Sequence[Path]) -> bytes:

@@ -20,6 +20,7 @@ from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, Til
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 WGMMA_K = 16
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of the weights: a stream that must not push the activations out
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
 
@@ -39,7 +40,7 @@ class GroupedGemm:
     `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile
     is multicast and a producer overwrites the stage of its peer too.
 
-    Persistent: cluster c takes the work numbers c, c + clusters, ... of `tile_scheduler`. Every role computes them
+    Persistent: cluster c takes the work numbers c, c + busy clusters, ... of `tile_scheduler`. Every role computes them
     itself from a table of the experts' tiles, made in shared memory at the start.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
@@ -240,8 +241,10 @@ class GroupedGemm:
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         work = block // self.cluster
-        work_step = grid // self.cluster
         work_end = s_tile_starts[experts] * feature_tiles
+        work_step = tile_scheduler.count_busy_clusters(work_end, grid // self.cluster)
+        if work >= work_step:
+            work_end = Int32(0)
         stage = Int32(0)
         phase = Int32(0)
 
@@ -349,7 +352,13 @@ class GroupedGemm:
         stage_bytes = (self.tile_features + boxes * self.token_box) * (REDUCTION_TILE * (self.dtype.width // 8))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, stage_bytes)
-        cute.copy(tma_weights, from_weights[None, k], to_weights[None, stage], tma_bar_ptr=self.full + stage)
+        cute.copy(
+            tma_weights,
+            from_weights[None, k],
+            to_weights[None, stage],
+            tma_bar_ptr=self.full + stage,
+            cache_policy=Int64(EVICT_FIRST),
+        )
 
     @cute.jit
     def _load_tile(

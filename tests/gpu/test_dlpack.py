@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 import cutlass_moe
 from epilogues import RoutingScale, SiluGate
@@ -57,7 +58,7 @@ def test_cupy_steps(layer: Any) -> None:
     out = cutlass_moe.combine(y_MH, plan)
     cupy.cuda.get_current_stream().synchronize()
     assert isinstance(out, cupy.ndarray)
-    assert torch.equal(torch.from_dlpack(out), cutlass_moe.fused_experts(*layer.arguments))
+    assert torch.equal(from_dlpack(out), cutlass_moe.fused_experts(*layer.arguments))
 
 
 def test_jax_is_ordered_both_ways(make_layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +85,6 @@ def test_jax_is_ordered_both_ways(make_layer: Any, monkeypatch: pytest.MonkeyPat
         out = cutlass_moe.fused_experts(slowly(x, busy), *rest)
         doubled = out + out
         assert isinstance(out, jax.Array)
-        assert torch.equal(torch.from_dlpack(doubled), 2 * expected)
+        assert torch.equal(from_dlpack(doubled), 2 * expected)
     with pytest.raises(TypeError, match="cannot be written to"):
         cutlass_moe.fused_experts(x, *rest, out=x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -125,6 +127,54 @@ def test_graph_replay_follows_its_inputs(tokens: int, make_layer: Any) -> None:
         assert torch.equal(copies, kept.expand(-1, H).bfloat16())
 
 
+def test_graph_in_a_workspace_allocates_nothing(make_layer: Any) -> None:
+    tokens = 515
+    layer = make_layer(tokens, K, E, H, I, device="cuda")
+    expected = fused_experts(*layer.arguments)
+    size = cutlass_moe.workspace_size(tokens, K, H, I, E, torch.bfloat16)
+    guarded = torch.full((size + 512,), 77, dtype=torch.uint8, device="cuda")
+    out = torch.full_like(layer.x, torch.nan)
+    keywords: Any = {"out": out, "workspace": guarded[256:-256]}
+    fused_experts(*layer.arguments, **keywords)
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        fused_experts(*layer.arguments, **keywords)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert (guarded[:256] == 77).all() and (guarded[-256:] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_with_dynamic_tokens(dtype: torch.dtype, make_layer: Any) -> None:
+    weights: Any = make_layer(1, K, E, H, I, device="cuda", dtype=dtype).arguments[1:4]
+
+    def block(x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        return fused_experts(2 * x, *weights, ids, routing) + x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for tokens in (4, 33, 700):
+            layer = make_layer(tokens, K, E, H, I, device="cuda", dtype=dtype, seed=tokens)
+            arguments = (layer.x, layer.ids, layer.weights)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(compiled(*arguments), block(*arguments), rtol=2 * eps, atol=2 * eps)
+
+
+def test_autocast_changes_nothing(make_layer: Any) -> None:
+    layer = make_layer(33, K, E, H, I, device="cuda")
+    expected = fused_experts(*layer.arguments)
+    with torch.autocast("cuda", dtype=torch.float16):
+        actual = fused_experts(*layer.arguments)
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
+
+
 def test_never_waits_for_the_device(make_layer: Any) -> None:
     layer = make_layer(100, K, E, H, I, device="cuda")
     x, w_gate, w_up, w_down, ids, weights = layer.arguments
@@ -182,3 +232,23 @@ def test_tensors_on_a_device_that_is_not_current(make_layer: Any) -> None:
     with torch.cuda.device(0):
         actual = fused_experts(*(t.to("cuda:1") for t in layer.arguments))
     assert actual.device.index == 1 and torch.equal(actual.cpu(), expected.cpu())
+
+
+USE_ONE_DEVICE = """
+import ctypes, torch
+from cutlass_moe import fused_experts
+weights = [torch.zeros(2, 64, 64, dtype=torch.bfloat16, device="cuda:0") for _ in range(3)]
+ids, routing = torch.zeros(4, 1, dtype=torch.int64, device="cuda:0"), torch.ones(4, 1, device="cuda:0")
+fused_experts(torch.zeros(4, 64, dtype=torch.bfloat16, device="cuda:0"), *weights, ids, routing)
+torch.cuda.synchronize()
+flags, active = ctypes.c_uint(), ctypes.c_int()
+assert ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState(1, ctypes.byref(flags), ctypes.byref(active)) == 0
+print("active" if active.value else "inactive")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_no_context_on_a_device_that_is_not_used() -> None:
+    """A context takes hundreds of megabytes, and every rank of a node would take one on every GPU."""
+    done = subprocess.run([sys.executable, "-c", USE_ONE_DEVICE], capture_output=True, text=True, check=True)
+    assert done.stdout == "inactive\n"

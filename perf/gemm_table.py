@@ -1,0 +1,184 @@
+"""From measured GEMM times to the table that the library's heuristic reads. No GPU, no torch.
+
+The table (`cutlass_moe/gemm_table.json`):
+
+    {"schema": "cutlass_moe.gemm_table/1", "device": ..., "commit": ..., "date": ..., "entries": [
+      {"accumulators": 2, "features": 49152, "reduction": 8192,
+       "choices": [[16, "128x16_32_c2"], [112, "..."], [null, "..."]]}, ...]}
+
+An entry is one shape of a grouped GEMM: `features` weight rows of an expert (gate and up together), `reduction` its
+K. A choice is the most rows an expert has on average, and a `GemmConfig.name`; the last one has no limit. A shape
+that was not measured takes the entry of the nearest one (`nearest_entry`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cutlass_moe.config import GemmConfig
+from perf import PerfError
+
+SCHEMA = "cutlass_moe.gemm_table/1"
+TABLE = Path(__file__).parents[1] / "cutlass_moe" / "gemm_table.json"
+_NAME = re.compile(r"(\d+)x(\d+(?:_\d+)*)_c(\d+)(_pp)?")
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a grouped GEMM multiplies, but for its rows."""
+
+    accumulators: int
+    features: int
+    reduction: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape at one number of rows per expert (the mean over all experts), and each configuration's ms."""
+
+    shape: Shape
+    rows: float
+    times_ms: Mapping[str, float] = field(hash=False)
+
+    @property
+    def best_ms(self) -> float:
+        return min(self.times_ms.values())
+
+
+def config_from_name(name: str) -> GemmConfig:
+    """The configuration of a `GemmConfig.name`.
+
+    Raises:
+        PerfError: not such a name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise PerfError(f"{name!r} is no GEMM configuration; one is 128x64_96_128_c2 or 128x64_96_c2_pp")
+    features, widths, cluster, ping_pong = match.groups()
+    token_widths = tuple(int(width) for width in widths.split("_"))
+    return GemmConfig(int(features), token_widths, int(cluster), ping_pong is not None)
+
+
+def shortlist(points: Sequence[Point], tolerance: float) -> list[str]:
+    """The fewest configurations (greedily) such that each point has one within `tolerance` of its best: every
+    further one is two more kernels to compile and ship."""
+    good = [{name for name, ms in point.times_ms.items() if ms <= point.best_ms * (1 + tolerance)} for point in points]
+    open_points = set(range(len(points)))
+    chosen: list[str] = []
+
+    def merit(name: str) -> tuple[int, float, str]:
+        covered = [index for index in open_points if name in good[index]]
+        loss = sum(points[index].times_ms[name] / points[index].best_ms for index in covered)
+        return len(covered), -loss, name
+
+    while open_points:
+        best = max({name for index in open_points for name in good[index]}, key=merit)
+        chosen.append(best)
+        open_points -= {index for index in open_points if best in good[index]}
+    return sorted(chosen)
+
+
+def choose(points: Sequence[Point], names: Iterable[str], tolerance: float) -> list[tuple[float, str]]:
+    """Of one shape's points the choices `(most rows, name)`, ascending; the last has no limit.
+
+    A point keeps its neighbour's configuration while that is within `tolerance` of the best of `names`; a change
+    falls at the geometric mean of the two rows.
+    """
+    allowed = set(names)
+    ordered = sorted(points, key=lambda point: point.rows)
+    picked: list[str] = []
+    for point in ordered:
+        times = {name: ms for name, ms in point.times_ms.items() if name in allowed}
+        best = min(times, key=lambda name: (times[name], name))
+        before = picked[-1] if picked else best
+        picked.append(before if times.get(before, math.inf) <= times[best] * (1 + tolerance) else best)
+    choices: list[tuple[float, str]] = []
+    for index, name in enumerate(picked):
+        last = index + 1 == len(picked)
+        if last or picked[index + 1] != name:
+            most = math.inf if last else math.sqrt(ordered[index].rows * ordered[index + 1].rows)
+            choices.append((most, name))
+    return choices
+
+
+def make_entries(points: Sequence[Point], tolerance: float) -> list[dict[str, Any]]:
+    """The table's entries from the measurements of any number of shapes."""
+    names = shortlist(points, tolerance)
+    entries = []
+    for shape in sorted({point.shape for point in points}):
+        choices = choose([point for point in points if point.shape == shape], names, tolerance)
+        entries.append(
+            {
+                "accumulators": shape.accumulators,
+                "features": shape.features,
+                "reduction": shape.reduction,
+                "choices": [[None if most == math.inf else round(most, 2), name] for most, name in choices],
+            }
+        )
+    return entries
+
+
+def nearest_entry(entries: Sequence[dict[str, Any]], shape: Shape) -> dict[str, Any]:
+    """The entry of the shape, or of the one nearest to it: by the logarithms of features and reduction, among those
+    of as many accumulators."""
+
+    def distance(entry: dict[str, Any]) -> tuple[bool, float]:
+        apart = abs(math.log(entry["features"] / shape.features)) + abs(math.log(entry["reduction"] / shape.reduction))
+        return entry["accumulators"] != shape.accumulators, apart
+
+    return min(entries, key=distance)
+
+
+def look_up(entries: Sequence[dict[str, Any]], shape: Shape, rows: float) -> str:
+    """The name of the configuration that the table gives for `rows` rows per expert."""
+    choices = nearest_entry(entries, shape)["choices"]
+    return next(name for most, name in choices if most is None or rows <= most)
+
+
+def describe_changes(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], points: Sequence[Point]
+) -> list[str]:
+    """One line for each measured point whose configuration changes, with both times where they are known."""
+    lines = []
+    for point in sorted(points, key=lambda point: (point.shape, point.rows)):
+        before = look_up(old, point.shape, point.rows) if old else None
+        after = look_up(new, point.shape, point.rows)
+        if before == after:
+            continue
+        shape = point.shape
+        where = f"{shape.accumulators} x {shape.features // shape.accumulators} x {shape.reduction}"
+        after_ms, before_ms = point.times_ms[after], point.times_ms.get(before or "")
+        was = f"{before} ({before_ms:.4f} ms)" if before_ms else f"{before or 'nothing'}"
+        gain = f", {1 - after_ms / before_ms:+.1%} of the time saved" if before_ms else ""
+        lines.append(f"{where}, {point.rows:g} rows: {was} -> {after} ({after_ms:.4f} ms{gain})")
+    return lines
+
+
+def load_entries(path: Path) -> list[dict[str, Any]]:
+    """The entries of a table; none where there is no file.
+
+    Raises:
+        PerfError: not a table of this schema.
+    """
+    if not path.exists():
+        return []
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise PerfError(f"{path} cannot be read as a table: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise PerfError(f"{path} is not a table of this version: expected schema {SCHEMA!r}")
+    return document["entries"]
+
+
+def to_text(entries: Sequence[dict[str, Any]], origin: Mapping[str, Any]) -> str:
+    """The table's file: one entry a line."""
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in {"schema": SCHEMA, **origin}.items())
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+    return f'{{\n{head} "entries": [\n{lines}\n ]\n}}\n'

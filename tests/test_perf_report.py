@@ -1,0 +1,223 @@
+"""perf report on the CPU: what it works out, what it refuses, and the pages from a stored result."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from perf import PerfError, results
+from perf.__main__ import main
+from perf.report import compare, model
+from perf.results import CaseResult, PeerResult, RunResult, StepResult
+
+VOID_TAGS = {"meta", "br", "img", "link", "use"}
+
+
+def a_case(tokens: int, ms: float = 5.0, **changes: object) -> CaseResult:
+    case = CaseResult(
+        workload="jamba_large",
+        grid="headline",
+        routing="uniform",
+        shape={"hidden": 8192, "intermediate": 24576, "experts": 16, "top_k": 2},
+        tokens=tokens,
+        ms=ms,
+        p10_ms=0.99 * ms,
+        p90_ms=1.01 * ms,
+        repeats=20,
+        cool_ms=0.95 * ms,
+        cool_p10_ms=0.94 * ms,
+        cool_p90_ms=0.96 * ms,
+        eager_ms=1.02 * ms,
+        host_us=38.0,
+        hot_state={"sm_clock_MHz": 1500.0, "power_W": 690.0, "temperature_C": 60.0},
+        cool_state={},
+        flops=6 * tokens * 2 * 8192 * 24576,
+        bytes=19_327_352_832,
+        experts_hit=16,
+        rows_max=80,
+        roof_ms=4.4,
+        roof_ms_datasheet=4.03,
+        sol_score=0.8,
+        dense_ms=2.0,
+        dense_cool_ms=1.8,
+        match_ratio=0.99912,
+        relative_error=3e-3,
+        check_rounds=10,
+        passed=True,
+        steps={
+            "route": StepResult(0.005, 0.004, 0.006, 0, 50_000),
+            "gemm1": StepResult(0.6 * ms, 0.59 * ms, 0.61 * ms, 8 * 10**11, 13 * 10**9),
+            "gemm2": StepResult(0.3 * ms, 0.29 * ms, 0.31 * ms, 4 * 10**11, 6 * 10**9),
+        },
+        gaps_ms=0.1 * ms,
+        peers={
+            "torch_grouped_mm": PeerResult("all of it, by torch", "layer", 7.0, 6.9, 7.1, 7.2, 90.0, 6.8),
+            "rival": PeerResult("all of it, by a rival", "layer", 5.2, 5.1, 5.3, 5.4, 80.0, 5.0),
+            "gemms_only": PeerResult("two GEMMs", "gemms", 4.0, 3.9, 4.1, 4.2, 30.0),
+            "looped": PeerResult("a loop", "layer", 9.0, 8.9, 9.1, 9.0, 900.0, captured=False),
+            "quack": PeerResult("nothing", absent="quack is not installed"),
+            "wrong": PeerResult("nothing", error="wrong output, not timed: relative error 0.5 | bad"),
+        },
+        stock_two_gemms_ms=4.66,
+    )
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def a_result(*cases: CaseResult, **changes: object) -> RunResult:
+    result = RunResult(
+        device="NVIDIA H200",
+        date="2026-01-02T03:04:05+00:00",
+        commit="0123456789abcdef",
+        versions={"torch": "2.11", "driver": None},
+        roofs={"read_TBps": 4.4, "dense_TFLOPs": 750.0},
+        roofs_datasheet={"read_TBps": 4.8, "dense_TFLOPs": 989.5},
+        options={"rounds": 10},
+        state={"start": {"power_W": 100.0}, "end": {"power_W": 690.0}},
+        complete=True,
+        cases=list(cases),
+    )
+    return replace(result, **changes)  # type: ignore[arg-type]
+
+
+class TestModel:
+    def test_best_peer_runs_the_whole_layer(self) -> None:
+        row = model.groups(a_result(a_case(512)))[0].rows[0]
+        assert (row.best_peer, row.best_peer_ms, row.verdict) == ("rival", 5.2, "win")
+        assert row.ratio == pytest.approx(1.04)
+
+    @pytest.mark.parametrize(("ms", "verdict"), [(5.0, "win"), (5.2, "tie"), (5.24, "tie"), (5.5, "loss")])
+    def test_verdicts(self, ms: float, verdict: str) -> None:
+        assert model.groups(a_result(a_case(512, ms)))[0].rows[0].verdict == verdict
+
+    def test_summary_names_the_worst_loss_and_failures(self) -> None:
+        cases = [a_case(1), a_case(2, 5.2), a_case(4, 6.5), a_case(8, 5.5, passed=False), a_case(16, peers={})]
+        assert model.summarise(model.groups(a_result(*cases))).text == (
+            "faster than the best peer in 1, level in 1, slower in 2, without a peer in 1; the worst loss is"
+            " jamba_large T = 4: rival takes 80% of our time; 1 FAIL their check"
+        )
+
+    def test_groups_and_what_was_timed_once(self) -> None:
+        cases = [a_case(8, batch=2), a_case(8, batch=1), a_case(4), a_case(8, routing="zipf:1")]
+        first, second = model.groups(a_result(*cases))
+        assert [row.case.tokens for row in first.rows] == [4, 8, 8] and [c.tokens for c in first.timed] == [4, 8]
+        assert second.title == "jamba_large, zipf:1"
+        assert first.peers == ["torch_grouped_mm", "rival", "gemms_only", "looped"]
+
+    def test_peers_say_why_they_were_not_timed(self) -> None:
+        peers = {peer.name: peer for peer in model.peers_of(a_result(a_case(1), a_case(2, 4.0)))}
+        assert peers["quack"].notes == ("absent: quack is not installed",) and peers["quack"].cases == 0
+        assert (peers["rival"].lowest_ratio, peers["rival"].highest_ratio) == (1.04, 1.3)
+        assert list(peers)[-2:] == ["quack", "wrong"]
+
+    def test_merge(self) -> None:
+        merged = model.merge([a_result(a_case(1)), a_result(a_case(2), complete=False)])
+        assert [case.tokens for case in merged.cases] == [1, 2] and not merged.complete
+        for other, message in (
+            (a_result(a_case(1)), "is in two of the results"),
+            (a_result(a_case(2), commit="other"), "different commits can't be put together"),
+            (a_result(a_case(2), device="NVIDIA H100"), "different devices"),
+        ):
+            with pytest.raises(PerfError, match=message):
+                model.merge([a_result(a_case(1)), other])
+        with pytest.raises(PerfError, match="have no cases"):
+            model.merge([a_result()])
+
+
+class TestCompare:
+    @pytest.mark.parametrize(
+        ("after_ms", "verdict"), [(5.0, "within noise"), (5.07, "within noise"), (5.3, "slower"), (4.7, "faster")]
+    )
+    def test_beyond_noise_is_where_the_spreads_part(self, after_ms: float, verdict: str) -> None:
+        (change,) = compare.compare(a_result(a_case(1)), a_result(a_case(1, after_ms)))
+        assert change.verdict == verdict and change.share == pytest.approx(after_ms / 5 - 1)
+
+    def test_a_tiny_change_is_not_called(self) -> None:
+        narrow = [replace(a_case(1, ms), p10_ms=ms, p90_ms=ms) for ms in (5.0, 5.02)]
+        assert compare.compare(a_result(narrow[0]), a_result(narrow[1]))[0].verdict == "within noise"
+
+    def test_dense_takes_the_temperature_out(self) -> None:
+        warmer = a_case(1, 5.5, dense_ms=2.2)
+        (change,) = compare.compare(a_result(a_case(1)), a_result(warmer))
+        assert change.verdict == "slower" and change.dense_share == pytest.approx(0)
+
+    def test_nothing_in_common(self) -> None:
+        with pytest.raises(PerfError, match="no case in common"):
+            compare.compare(a_result(a_case(1)), a_result(a_case(2)))
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and gathers what would be loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID_TAGS:
+            self.open.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID_TAGS:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report from stored results, with a comparison."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    folder = tmp_path_factory.mktemp("report")
+    ling = a_case(64, 1.4, workload="ling_flash", roof_ms=1.25, passed=False)
+    results.save(a_result(a_case(512), a_case(1024, 5.6, batch=4, seq=256)), folder / "headline.json")
+    results.save(a_result(ling, not_for_the_record="the tree differs from its commit"), folder / "decode.json")
+    results.save(a_result(a_case(512, 5.5), commit="before"), folder / "before.json")
+    files = [str(folder / "headline.json"), str(folder / "decode.json")]
+    assert main(["report", *files, "--before", str(folder / "before.json")]) == 0
+    return folder
+
+
+class TestPages:
+    def test_html_is_whole_and_loads_nothing(self, stored: Path) -> None:
+        text = (stored / "report.html").read_text()
+        tags = Tags()
+        tags.feed(text)
+        assert tags.open == [] and all(link.startswith("#") for link in tags.loaded)
+        ids = re.findall(r'\bid="([^"]+)"', text)
+        assert len(ids) == len(set(ids)) and text.count("<svg") == 5
+        assert all(f'id="{link[1:]}"' in text for link in tags.loaded)
+
+    @pytest.mark.parametrize("name", ["report.html", "report.md"])
+    def test_both_have_every_number(self, stored: Path, name: str) -> None:
+        text = (stored / name).read_text()
+        for part in (
+            "NVIDIA H200", "0123456789abcdef", "the tree differs from its commit", "jamba_large", "ling_flash",
+            "5.600", "4 x 256", "rival", "▼", "FAIL", "1500 MHz, 690 W", "quack is not installed", "two GEMMs",
+            "0.99912", "3.0e-03", "faster", "-9.1 %", "13 GB", "4.40 TB/s read", "power W 690",
+        ):  # fmt: skip
+            assert part in text, part
+        assert "{{" not in text and "None" not in text
+
+    def test_markdown_tables_are_regular(self, stored: Path) -> None:
+        text = (stored / "report.md").read_text()
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            columns = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(columns) == 1, table
+        for picture in re.findall(r"\]\((\w+\.svg)\)", text):
+            assert (stored / picture).read_text().startswith("<svg")
+
+    def test_same_result_same_pictures(self, stored: Path, tmp_path: Path) -> None:
+        assert main(["report", str(stored / "headline.json"), "--output", str(tmp_path)]) == 0
+        name = "jamba_large_tokens.svg"
+        assert (tmp_path / name).read_text() == (stored / name).read_text()
+
+    def test_a_file_that_is_no_result(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "other.json"
+        path.write_text('{"schema": "cutlass_moe.perf/1"}')
+        assert main(["report", str(path)]) == 2
+        assert "is not a result of this version" in capsys.readouterr().err
