@@ -51,17 +51,19 @@ def check_experts(
     """Arguments of `fused_experts`."""
     activation_epilogue(activation)
     _check_hidden_states(x)
-    _check_tensor("w_gate", w_gate, "E, I, H", (x.dtype,), x.device)
-    _check_tensor("w_up", w_up, "E, I, H", (x.dtype,), x.device)
-    _check_tensor("w_down", w_down, "E, H, I", (x.dtype,), x.device)
+    dtypes, device = (x.dtype,), x.device
+    _check_tensor("w_gate", w_gate, "E, I, H", dtypes, device)
+    _check_tensor("w_up", w_up, "E, I, H", dtypes, device)
+    _check_tensor("w_down", w_down, "E, H, I", dtypes, device)
     experts, intermediate, hidden = w_gate.shape
     if hidden != x.shape[-1]:
         raise _shape_error("w_gate", w_gate, "E, I, H", ("E", "I", x.shape[-1]))
     _check_shape("w_up", w_up, "E, I, H", (experts, intermediate, hidden))
     _check_shape("w_down", w_down, "E, H, I", (experts, hidden, intermediate))
     _check_extents("w_gate", experts, intermediate, "I")
-    for name, weights in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
-        _check_rows(name, weights)
+    _check_rows("w_gate", w_gate)
+    _check_rows("w_up", w_up)
+    _check_rows("w_down", w_down)
     _check_equal_strides(w_gate, w_up)
     _check_routing("topk_ids", topk_ids, "topk_weights", topk_weights, x)
     if out is not None:
@@ -257,8 +259,8 @@ def _shape_error(name: str, tensor: Tensor, symbols: str, expected: Sequence[Any
     return ValueError(f"{name} must have shape [{symbols}] = {_list(expected)}, got {_list(tensor.shape)}")
 
 
-def _check_shape(name: str, tensor: Tensor, symbols: str, expected: Sequence[int]) -> None:
-    if tuple(tensor.shape) != tuple(expected):
+def _check_shape(name: str, tensor: Tensor, symbols: str, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:  # sizes and tuples compare by their elements
         raise _shape_error(name, tensor, symbols, expected)
 
 
@@ -311,11 +313,11 @@ def _check_row_count(rows: int) -> None:
 def _check_rows(name: str, tensor: Tensor) -> None:
     """Last dimension contiguous, every other stride a multiple of 16 bytes. Strides of size-1 dimensions mean
     nothing."""
-    strides = tensor.stride()
-    if strides[-1] != 1:
+    *leading, last = strides = tensor.stride()
+    if last != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got strides {_list(strides)}")
-    for dim in range(tensor.dim() - 1):
-        if strides[dim] % ALIGNMENT_ELEMENTS and tensor.shape[dim] > 1:
+    for dim, stride in enumerate(leading):
+        if stride % ALIGNMENT_ELEMENTS and tensor.shape[dim] > 1:
             raise ValueError(
                 f"{name} must have rows aligned to {ALIGNMENT_BYTES} bytes (strides in multiples of "
                 f"{ALIGNMENT_ELEMENTS} elements), got strides {_list(strides)}"
@@ -356,7 +358,7 @@ def _check_routing(ids_name: str, ids: Tensor, weights_name: str, weights: Tenso
     _check_row_count(ids.numel())
 
 
-def _check_out_tensor(out: Tensor, symbols: str, shape: Sequence[int], like: Tensor) -> None:
+def _check_out_tensor(out: Tensor, symbols: str, shape: tuple[int, ...], like: Tensor) -> None:
     _check_kind("out", out, (like.dtype,), like.device)
     _check_shape("out", out, symbols, shape)
     _check_rows("out", out)

@@ -10,6 +10,7 @@ from epilogues import Epilogue
 MAX_EXPERTS = 512  # the GEMM keeps two tables of this many experts in shared memory
 CHUNK_SLOTS = 256  # slots one CTA of the routing kernel ranks at a time
 MAX_CHUNKS = 128  # beyond this many chunks each CTA ranks several in turn, so that work stays linear in the slots
+ROW_GRANULE = 16  # an expert's rows are split into tiles at multiples of it
 REDUCTION_TILE = 64  # elements of the reduction dimension in one stage: one 128-byte swizzle line
 SHARED_MEMORY_BYTES = 227 * 1024  # what one CTA may use on compute capability 9.0
 BARRIER_BYTES = 1024  # mbarriers and alignment slack
@@ -71,25 +72,23 @@ class GemmConfig:
         """Token rows of a stage in shared memory: whole boxes."""
         return -(-self.tile_tokens // self.token_box) * self.token_box
 
-    @property
-    def store_tokens(self) -> int:
-        """Tokens that a consumer warpgroup transposes at a time through one of two buffers: fewer beside large
-        stages."""
-        return 32 if self.tile_features + self.stage_tokens <= 384 else 16
-
     def stage_bytes(self) -> int:
         return (self.tile_features + self.stage_tokens) * REDUCTION_TILE * ELEMENT_BYTES
 
-    def epilogue_bytes(self, epilogue: Epilogue) -> int:
-        """Shared memory of the epilogue: two transposition buffers and the row values of each consumer warpgroup."""
-        store = 2 * self.store_tokens * (64 // epilogue.accumulators + STORE_PAD) * ELEMENT_BYTES
-        rows = 4 * self.stage_tokens * (len(epilogue.tensors) + epilogue.scatter)
-        return CONSUMERS * (store + rows)
+    def store_tokens(self, epilogue: Epilogue) -> int:
+        """Tokens that a consumer warpgroup transposes at a time through one of two buffers: 16 if 32 cost a stage."""
+        return 32 if self._stages_beside(32, epilogue) == self._stages_beside(16, epilogue) else 16
 
     def stages(self, epilogue: Epilogue) -> int:
         """Depth of the load pipeline: as many stages as shared memory holds, at most 12."""
+        return self._stages_beside(self.store_tokens(epilogue), epilogue)
+
+    def _stages_beside(self, store_tokens: int, epilogue: Epilogue) -> int:
+        # Of each consumer warpgroup: two transposition buffers, and the tile's row values.
+        store = 2 * store_tokens * (64 // epilogue.accumulators + STORE_PAD) * ELEMENT_BYTES
+        rows = 4 * self.stage_tokens * (len(epilogue.tensors) + epilogue.scatter)
         tables = 2 * 4 * (MAX_EXPERTS + 4)
-        free = SHARED_MEMORY_BYTES - BARRIER_BYTES - tables - self.epilogue_bytes(epilogue)
+        free = SHARED_MEMORY_BYTES - BARRIER_BYTES - tables - CONSUMERS * (store + rows)
         return min(12, free // self.stage_bytes())
 
 
@@ -178,6 +177,8 @@ def why_not_implementable(config: GemmConfig, epilogue: Epilogue) -> str | None:
         return f"token_widths must be ascending and at least 8, got {widths}"
     if any(width % (8 if width <= 256 else 16) for width in widths):
         return f"token_widths must be multiples of 8, and of 16 beyond 256 (two instructions of half), got {widths}"
+    if config.tile_tokens % ROW_GRANULE:
+        return f"the largest token width must be a multiple of {ROW_GRANULE}, got {config.tile_tokens}"
     if config.accumulator_registers > MAX_ACCUMULATOR_REGISTERS:
         return (
             f"{config.name} needs {config.accumulator_registers} accumulator registers a thread; "

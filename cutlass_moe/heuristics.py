@@ -12,7 +12,7 @@ _FEW = GemmConfig(128, (16, 32), cluster=2)
 _SOME = GemmConfig(128, (16, 32, 48, 64, 80, 96), cluster=2)
 _MANY = GemmConfig(128, (64, 80, 96, 112, 128, 144, 160), cluster=2, ping_pong=True)
 _MORE = GemmConfig(128, (64, 96, 128, 144, 160, 176, 192), cluster=2, ping_pong=True)
-_FULL = GemmConfig(128, (64, 128, 160, 192, 208, 224, 240, 248, 256, 272, 288), cluster=2)
+_FULL = GemmConfig(128, (64, 128, 160, 192, 208, 224, 240, 256, 272, 288), cluster=2)
 
 CONFIGS = (_FEW, _SOME, _MANY, _MORE, _FULL)
 

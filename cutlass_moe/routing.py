@@ -80,10 +80,10 @@ def launch_route(
     """Routes checked CUDA tensors with T * K > 0 into the tensors of a `RoutingPlan`, through scratch of C chunks."""
     # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
     # that take strides.
-    ids_M = topk_ids_TK.contiguous().view(-1)
-    weights_M = None if topk_weights_TK is None else topk_weights_TK.contiguous().view(-1)
+    ids_M = topk_ids_TK.ravel()
+    weights_M = None if topk_weights_TK is None else topk_weights_TK.ravel()
     kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
-    slot_row_M = slot_row_TK.view(-1)
+    slot_row_M = slot_row_TK.ravel()  # contiguous: a view
     kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
 
 

@@ -48,6 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PerfError as error:
         print(f"perf: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("cutlass_moe."):
+            raise
+        print(f"perf: {error}", file=sys.stderr)  # the library's own errors say what to do: a kernel library is missing
+        return 2
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cutlass_moe.__main__ import main as cutlass_moe_main
 from cutlass_moe.aot.locations import LIBRARY_NAME, MANIFEST_NAME, default_output
+from perf.peers import cutlass_cpp
 
 FOLDER = Path(__file__).resolve().parents[1] / ".carry"
 PLATFORMS = (
@@ -31,6 +32,7 @@ python3 -m pip install -q --no-index --no-deps --no-compile --target "$carried_s
 export PYTHONPATH="$carried_site:$(dirname "$carried")${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$carried_site/tvm_ffi/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export CUTLASS_MOE_LIBRARY="$carried/lib"
+if [ -e "$carried/cutlass_peer.so" ]; then export CUTLASS_MOE_PEER_LIBRARY="$carried/cutlass_peer.so"; fi
 """
 
 
@@ -38,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Brings the library up to date and packs it, with the wheel of tvm_ffi for the GPU machine's Python."""
     parser = argparse.ArgumentParser(prog="python -m perf.bundle", description=__doc__)
     parser.add_argument("--python-version", default="3.12", help="Python of the GPU machine (default: 3.12)")
+    parser.add_argument(
+        "--cutlass-peer", action="store_true", help="pack the stock CUTLASS C++ GEMM that perf run compares with, too"
+    )
     parsed = parser.parse_args(arguments)
     if cutlass_moe_main(["build"]):
         return 1
@@ -46,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     library.mkdir(parents=True)
     for name in (LIBRARY_NAME, MANIFEST_NAME):
         shutil.copy2(default_output() / name, library / name)
+    if parsed.cutlass_peer:
+        shutil.copy2(cutlass_cpp.build(cutlass_cpp.CACHE), FOLDER / "cutlass_peer.so")
     (FOLDER / "env.sh").write_text(ENVIRONMENT)
     download_tvm_ffi(parsed.python_version)
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

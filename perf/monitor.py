@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 SAMPLE_MS = 50
@@ -29,14 +31,15 @@ class Monitor:
         smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--loop-ms={SAMPLE_MS}"]
         self._command = list(command) if command else [*smi, *(["-i", gpu] if gpu else [])]
         self._samples: deque[tuple[float, list[float]]] = deque(maxlen=100_000)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Monitor:
         if shutil.which(self._command[0]):
-            self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
-            )
-            threading.Thread(target=self._read, daemon=True).start()
+            # Into a terminal each line comes at once; into a pipe it might wait in a buffer.
+            reading, writing = os.openpty()
+            self._process = subprocess.Popen(self._command, stdout=writing, stderr=subprocess.DEVNULL)
+            os.close(writing)
+            threading.Thread(target=self._read, args=(reading,), daemon=True).start()
         return self
 
     def __exit__(
@@ -46,15 +49,15 @@ class Monitor:
             self._process.terminate()
             self._process.wait()
 
-    def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                values = [float(value) for value in line.split(",")]
-            except ValueError:  # "[N/A]"
-                continue
-            if len(values) == len(FIELDS):
-                self._samples.append((time.monotonic(), values))
+    def _read(self, terminal: int) -> None:
+        with os.fdopen(terminal) as lines, suppress(OSError):  # reading ends in an error when the process ends
+            for line in lines:
+                try:
+                    values = [float(value) for value in line.split(",")]
+                except ValueError:  # "[N/A]"
+                    continue
+                if len(values) == len(FIELDS):
+                    self._samples.append((time.monotonic(), values))
 
     def over(self, start: float) -> dict[str, float]:
         """Medians of the samples since `start`; empty where there is none."""

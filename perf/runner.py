@@ -51,7 +51,7 @@ def run(
     """
     peer_types = get_peers(options.peers)
     plans = make_plans(options)
-    device = require_device(plans, peer_types)
+    device = require_device(plans, [peer for peer in peer_types if peer.absent() is None])
     stopwatch = Stopwatch(device)
     generator = torch.Generator(device).manual_seed(SEED)
 

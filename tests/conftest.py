@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,19 @@ from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, R
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("default")
+
+
+C_KERNEL = """
+#include <stdint.h>
+void TVMFFIErrorSetRaisedFromCStrParts(const char *, const char **, int32_t);
+typedef void (*SetRaised)(const char *, const char **, int32_t);
+void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised, int32_t);
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(
+    SetRaised, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t,
+    int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
+    const char *, const char *, int32_t, int32_t, int32_t);
+int __tvm_ffi_%s(void *self, const void *arguments, int32_t count, void *result) { %s }
+"""
 
 
 @dataclass
@@ -159,3 +176,60 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
 def torch_kernel() -> Callable[..., Callable[..., None]]:
     """`torch_kernel(spec, early=...)`: a function that stands for the kernel of this spec, on CPU tensors."""
     return _torch_kernel
+
+
+@dataclass
+class Compiler:
+    """Stands for the DSL: `bodies` are the C kernels, by name; `calls` the names compiled so far."""
+
+    sources: Path
+    bodies: dict[str, str] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def source(self, spec: KernelSpec) -> Path:
+        path = self.sources / f"{spec.name}.py"
+        if not path.exists():
+            path.write_text("first version")
+        return path
+
+    def compile_kernel(self, spec: KernelSpec) -> Any:
+        self.calls.append(spec.name)
+        body = self.bodies.get(spec.name, "return 0;")
+
+        def export_to_c(object_file_path: str, function_name: str) -> None:
+            source = self.sources / f"{function_name}.c"
+            source.write_text(C_KERNEL % (function_name, body))
+            subprocess.run(["cc", "-fPIC", "-c", str(source), "-o", object_file_path], check=True)
+
+        return SimpleNamespace(ir_module=None, artifacts=SimpleNamespace(CUBIN=b"cubin"), export_to_c=export_to_c)
+
+
+@pytest.fixture
+def c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Kernels in C instead of the DSL, and a user's cache of the test's own."""
+    # Here: the GPU tests share this file, where the DSL need not be installed.
+    from cutlass_moe.aot import build
+    from cutlass_moe.kernels import compiler
+
+    made = Compiler(tmp_path / "sources")
+    made.sources.mkdir()
+    monkeypatch.setattr(compiler, "compile_kernel", made.compile_kernel)
+    monkeypatch.setattr(compiler, "kernel_sources", lambda spec: [made.source(spec)])
+    monkeypatch.setattr(build, "can_inspect", lambda: False)
+    monkeypatch.setattr(build, "make_portable", lambda module: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+@pytest.fixture
+def library(tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A library with one kernel, `CombineSpec("bfloat16")`, that `load` looks at."""
+    from cutlass_moe.aot import build, load
+
+    directory = tmp_path / "library"
+    build.build([CombineSpec("bfloat16")], directory, jobs=1)
+    c_compiler.calls.clear()
+    monkeypatch.setenv("CUTLASS_MOE_LIBRARY", str(directory))
+    load.reset()
+    yield directory
+    load.reset()

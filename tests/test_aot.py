@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from cutlass_moe.__main__ import main
 from cutlass_moe.aot import build, load, locations
-from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.locations import LIBRARY_NAME, LIBRARY_VARIABLE, MANIFEST_NAME
 from cutlass_moe.aot.manifest import (
     SCHEMA_VERSION,
@@ -29,86 +27,21 @@ from cutlass_moe.aot.manifest import (
     LibraryError,
     Manifest,
     file_sha256,
-    json_form,
     read_manifest,
 )
 from cutlass_moe.aot.sass import Resources
-from cutlass_moe.aot.specs import SpecError, read_spec
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec
 from cutlass_moe.heuristics import CONFIGS
 from cutlass_moe.kernels import compiler
 from cutlass_moe.version import VERSION
 from epilogues import Epilogue, SiluGate
 
+KERNEL_SOURCES = compiler.kernel_sources  # most tests replace it
 COMBINE, PERMUTE = CombineSpec("bfloat16"), PermuteSpec("bfloat16")
-RETURN_NOTHING = "return 0;"
 OUT_OF_MEMORY = "CuteDSLRT_TVMFFISetRaisedCudaError(TVMFFIErrorSetRaisedFromCStrParts, 2); return -1;"
 TOO_LARGE = """CuteDSLRT_TVMFFISetRaisedCudaLaunchError(TVMFFIErrorSetRaisedFromCStrParts,
     1, 2, 3, 512, 1, 1, 512, 300000, 0, 1024, 1024, 1024, 64, 2147483647, 65535, 65535, 49152, 232448,
     "dynamic_smem", "gemm.py", 7, 0, 0); return -1;"""
-C_KERNEL = """
-#include <stdint.h>
-void TVMFFIErrorSetRaisedFromCStrParts(const char *, const char **, int32_t);
-typedef void (*SetRaised)(const char *, const char **, int32_t);
-void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised, int32_t);
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(
-    SetRaised, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t,
-    int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
-    const char *, const char *, int32_t, int32_t, int32_t);
-int __tvm_ffi_%s(void *self, const void *arguments, int32_t count, void *result) { %s }
-"""
-
-
-@dataclass
-class Compiler:
-    """Stands for the DSL: `bodies` are the C kernels, by name; `calls` the names compiled so far."""
-
-    sources: Path
-    bodies: dict[str, str] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-
-    def source(self, spec: KernelSpec) -> Path:
-        path = self.sources / f"{spec.name}.py"
-        if not path.exists():
-            path.write_text("first version")
-        return path
-
-    def compile_kernel(self, spec: KernelSpec) -> Any:
-        self.calls.append(spec.name)
-        body = self.bodies.get(spec.name, RETURN_NOTHING)
-
-        def export_to_c(object_file_path: str, function_name: str) -> None:
-            source = self.sources / f"{function_name}.c"
-            source.write_text(C_KERNEL % (function_name, body))
-            subprocess.run(["cc", "-fPIC", "-c", str(source), "-o", object_file_path], check=True)
-
-        return SimpleNamespace(ir_module=None, artifacts=SimpleNamespace(CUBIN=b"cubin"), export_to_c=export_to_c)
-
-
-@pytest.fixture
-def c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Kernels in C instead of the DSL, and a user's cache of the test's own."""
-    made = Compiler(tmp_path / "sources")
-    made.sources.mkdir()
-    monkeypatch.setattr(compiler, "compile_kernel", made.compile_kernel)
-    monkeypatch.setattr(compiler, "kernel_sources", lambda spec: [made.source(spec)])
-    monkeypatch.setattr(build, "can_inspect", lambda: False)
-    monkeypatch.setattr(build, "make_portable", lambda module: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return made
-
-
-@pytest.fixture
-def library(tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A library with one kernel, COMBINE, that `load` looks at."""
-    directory = tmp_path / "library"
-    build.build([COMBINE], directory, jobs=1)
-    c_compiler.calls.clear()
-    monkeypatch.setenv(LIBRARY_VARIABLE, str(directory))
-    load.reset()
-    yield directory
-    load.reset()
-
 
 # ---- build
 
@@ -118,7 +51,7 @@ def test_build_makes_a_library_that_runs(library: Path) -> None:
     assert load.get_kernel(COMBINE) is load.get_kernel(COMBINE)
 
 
-def test_build_compiles_only_what_changed(tmp_path: Path, c_compiler: Compiler) -> None:
+def test_build_compiles_only_what_changed(tmp_path: Path, c_compiler: Any) -> None:
     specs: list[KernelSpec] = [COMBINE, PERMUTE]
     assert build.build(specs, tmp_path, jobs=1).compiled == (COMBINE.name, PERMUTE.name)
     before = (tmp_path / LIBRARY_NAME).stat()
@@ -132,14 +65,41 @@ def test_build_compiles_only_what_changed(tmp_path: Path, c_compiler: Compiler) 
     assert len(list((tmp_path / "objects").glob("*.o"))) == 2  # the old one is gone
 
 
-def test_build_reports_progress(tmp_path: Path, c_compiler: Compiler) -> None:
+EPILOGUE = """
+from dataclasses import dataclass
+from epilogues import Epilogue
+
+@dataclass(frozen=True)
+class {name}(Epilogue):
+    def math(self, ops, *accumulators, **tensors):
+        return accumulators[0]
+"""
+
+
+def test_changed_epilogue_rebuilds_exactly_its_kernels(
+    tmp_path: Path, c_compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "kernel_sources", KERNEL_SOURCES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    specs: list[KernelSpec] = [COMBINE, GemmSpec("bfloat16", CONFIGS[0], SiluGate())]
+    for name in ("FirstOfTwo", "SecondOfTwo"):
+        (tmp_path / f"{name.lower()}.py").write_text(EPILOGUE.format(name=name))
+        epilogue = getattr(importlib.import_module(name.lower()), name)()
+        specs += [GemmSpec("bfloat16", config, epilogue) for config in CONFIGS[:2]]
+    assert len(build.build(specs, tmp_path / "lib", jobs=1).compiled) == 6
+    with (tmp_path / "secondoftwo.py").open("a") as source:
+        source.write("# changed\n")
+    assert build.build(specs, tmp_path / "lib", jobs=1).compiled == tuple(spec.name for spec in specs[-2:])
+
+
+def test_build_reports_progress(tmp_path: Path, c_compiler: Any) -> None:
     seen: list[tuple[str, int, int]] = []
     build.build([COMBINE, PERMUTE], tmp_path, jobs=1, progress=lambda *step: seen.append(step))
     assert seen == [("", 0, 2), (COMBINE.name, 1, 2), (PERMUTE.name, 2, 2)]
 
 
 def test_failed_build_leaves_the_library_as_it_was(
-    library: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    library: Path, c_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {name: (library / name).read_bytes() for name in (LIBRARY_NAME, MANIFEST_NAME)}
 
@@ -158,7 +118,7 @@ def test_build_without_a_c_compiler(library: Path, monkeypatch: pytest.MonkeyPat
         build.build([COMBINE], library, jobs=1)
 
 
-def test_build_refuses_two_kernels_of_one_name(tmp_path: Path, c_compiler: Compiler) -> None:
+def test_build_refuses_two_kernels_of_one_name(tmp_path: Path, c_compiler: Any) -> None:
     with pytest.raises(build.BuildError, match=f"got twice: {COMBINE.name}"):
         build.build([COMBINE, CombineSpec("bfloat16")], tmp_path, jobs=1)
 
@@ -197,7 +157,7 @@ def test_library_shows_only_its_kernels(library: Path) -> None:
         (TOO_LARGE, ["dynamic_smem", "grid (1, 2, 3)", "300000 bytes", "232448 bytes", "gemm.py:7"]),
     ],
 )
-def test_cuda_errors_become_exceptions(tmp_path: Path, c_compiler: Compiler, body: str, words: list[str]) -> None:
+def test_cuda_errors_become_exceptions(tmp_path: Path, c_compiler: Any, body: str, words: list[str]) -> None:
     c_compiler.bodies[COMBINE.name] = body
     build.build([COMBINE], tmp_path / "library", jobs=1)
     kernel = load.KernelLibrary(tmp_path / "library").function(COMBINE)
@@ -320,7 +280,7 @@ def test_missing_kernel_without_the_dsl(library: Path, monkeypatch: pytest.Monke
         assert words in str(raised.value)
 
 
-def test_missing_library_without_the_dsl(c_compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_without_the_dsl(c_compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
     monkeypatch.setattr(locations, "package_directory", lambda: tmp_path / "package")
     monkeypatch.setattr(build, "dsl_version", lambda: None)
@@ -330,7 +290,7 @@ def test_missing_library_without_the_dsl(c_compiler: Compiler, tmp_path: Path, m
 
 
 def test_missing_kernel_is_compiled_on_first_use_and_kept(
-    library: Path, c_compiler: Compiler, caplog: pytest.LogCaptureFixture
+    library: Path, c_compiler: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="cutlass_moe"):
         assert load.get_kernel(PERMUTE)() is None
@@ -346,13 +306,13 @@ def test_missing_kernel_is_compiled_on_first_use_and_kept(
     assert c_compiler.calls == [PERMUTE.name] * 2
 
 
-def test_kernel_built_to_another_spec_is_not_used(library: Path, c_compiler: Compiler) -> None:
+def test_kernel_built_to_another_spec_is_not_used(library: Path, c_compiler: Any) -> None:
     edit_manifest(library, kernels=[entry(COMBINE.name, {"kind": "older"})])
     load.get_kernel(COMBINE)
     assert c_compiler.calls == [COMBINE.name]
 
 
-def test_threads_get_one_kernel(library: Path, c_compiler: Compiler) -> None:
+def test_threads_get_one_kernel(library: Path, c_compiler: Any) -> None:
     start = threading.Barrier(8)
 
     def get(_: int) -> Any:
@@ -385,7 +345,7 @@ class OtherSiluGate(Epilogue):
 OtherSiluGate.__qualname__ = OtherSiluGate.__name__ = "SiluGate"
 
 
-def test_epilogue_of_the_same_name_is_not_used(library: Path, c_compiler: Compiler) -> None:
+def test_epilogue_of_the_same_name_is_not_used(library: Path, c_compiler: Any) -> None:
     shipped, other = (GemmSpec("bfloat16", CONFIGS[0], epilogue) for epilogue in (SiluGate(), OtherSiluGate()))
     assert shipped.name == other.name and shipped != other
     build.build([shipped], library, jobs=1)
@@ -397,7 +357,7 @@ def test_epilogue_of_the_same_name_is_not_used(library: Path, c_compiler: Compil
 
 
 def test_libraries_load_side_by_side(
-    library: Path, tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    library: Path, tmp_path: Path, c_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's library beside the shipped one; both even have a kernel of one name."""
     c_compiler.bodies[COMBINE.name] = OUT_OF_MEMORY
@@ -457,139 +417,3 @@ def test_library_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     cached.mkdir(parents=True)
     MANIFEST.write(cached)
     assert locations.find_libraries() == [cached]
-
-
-# ---- command line
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["biuld"], ["build", "--job", "x"], ["build", "--jobs", "0"], ["list", "--all"]]
-)
-def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: cutlass-moe" in capsys.readouterr().err
-
-
-def test_list_shows_what_is_built(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{library}: 1 kernels for sm_90a" in shown
-    assert COMBINE.name in shown and "are not built" in shown
-
-
-def test_inspect_shows_one_kernel(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", COMBINE.name]) == 0
-    shown = capsys.readouterr().out
-    for words in (COMBINE.name, str(library), "bfloat16", "built without cuobjdump", f"cutlass_moe {VERSION}"):
-        assert words in shown
-    assert main(["inspect", "combine_bflaot16", "--library", str(library)]) == 1
-    assert f"did you mean {COMBINE.name}?" in capsys.readouterr().err
-
-
-def test_verify_needs_a_gpu(library: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["verify"]) == 1
-    assert "a GPU of compute capability 9.0" in capsys.readouterr().err
-
-
-MODULE = """
-from dataclasses import dataclass
-from cutlass_moe.aot.specs import gemm_specs
-from epilogues import Epilogue
-
-@dataclass(frozen=True)
-class Scaled(Epilogue):
-    factor: float = 2.0
-
-    def math(self, ops, *accumulators, **tensors):
-        return accumulators[0] * self.factor
-
-KERNELS = gemm_specs(Scaled(0.5), dtypes=["bfloat16"])
-"""
-
-
-def test_module_of_a_user_builds_a_library_of_its_own(
-    tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_epilogues.py").write_text(MODULE)
-    output = tmp_path / "mine"
-    assert main(["build", "--module", str(tmp_path / "my_epilogues.py"), "--output", str(output), "--jobs", "1"]) == 0
-    kernels = read_manifest(output).kernels
-    assert len(kernels) == len(CONFIGS)
-    specs = [read_spec(kernel.spec) for kernel in kernels.values()]
-    assert {spec.name for spec in specs} == set(kernels)
-    assert kernels[specs[0].name].spec["epilogue"] == {
-        "module": "my_epilogues",
-        "class": "Scaled",
-        "fields": {"factor": 0.5},
-    }
-    assert all(load.KernelLibrary(output).holds(spec) for spec in specs)
-    assert main(["list", "--library", str(output)]) == 0
-    assert "not shipped" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "there is no file"), ("import no_such_module", "cannot be imported"), ("KERNELS = [1]", "must define")],
-)
-def test_module_without_kernels(
-    content: str | None,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    path = tmp_path / f"kernels_{abs(hash(message))}.py"
-    if content is not None:
-        path.write_text(content)
-    assert main(["build", "--module", str(path), "--output", str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
-    assert main(["build", "--module", str(path)]) == 1
-    assert "--module needs --output" in capsys.readouterr().err
-
-
-def test_spec_reads_back_from_a_manifest() -> None:
-    for spec in (*catalogue(), GemmSpec("float16", CONFIGS[-1], SiluGate())):
-        assert read_spec(json_form(spec.describe())) == spec
-    with pytest.raises(SpecError, match="no kernels of kind 'new'"):
-        read_spec({"kind": "new"})
-    with pytest.raises(SpecError, match="is not one of this version"):
-        read_spec({"kind": "combine", "colour": 1})
-    unknown = GemmSpec("float16", CONFIGS[0], SiluGate()).describe()
-    unknown["epilogue"]["module"] = "no_such_module"
-    with pytest.raises(SpecError, match=r"no_such_module\.SiluGate cannot be imported"):
-        read_spec(unknown)
-
-
-def test_list_refuses_a_bad_library(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit_manifest(library, schema=0)
-    assert main(["list"]) == 1
-    assert "its schema is 0" in capsys.readouterr().err
-
-
-def test_build_shows_where_a_kernel_does_not_compile(
-    tmp_path: Path,
-    c_compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def trace_the_layout(spec: KernelSpec) -> Any:
-        raise ValueError("bad layout")
-
-    monkeypatch.setattr(compiler, "compile_kernel", trace_the_layout)
-    assert main(["build", "--output", str(tmp_path), "--jobs", "1"]) == 1
-    shown = capsys.readouterr().err
-    assert "trace_the_layout" in shown
-    assert shown.splitlines()[-1].endswith("does not compile: ValueError: bad layout")
-
-
-def test_build_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(build, "dsl_version", lambda: None)
-    assert main(["build", "--output", str(tmp_path)]) == 1
-    assert "nvidia-cutlass-dsl is not installed" in capsys.readouterr().err

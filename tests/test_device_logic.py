@@ -15,7 +15,7 @@ cutlass = pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-from cutlass_moe.config import CHUNK_SLOTS, route_chunks  # noqa: E402
+from cutlass_moe.config import CHUNK_SLOTS, ROW_GRANULE, route_chunks  # noqa: E402
 from cutlass_moe.kernels import route, tile_scheduler  # noqa: E402
 
 TILE_TOKENS = (32, 160, 288)
@@ -112,9 +112,15 @@ def test_tiles_cover_every_row_once(
     for expert, feature_tile, row, rows in found[:works].tolist():
         assert 0 < rows <= tile_tokens, "no tile is empty and none is wider than the widest instruction"
         assert offsets[expert] <= row and row + rows <= offsets[expert + 1], "a tile stays within its expert"
-        assert (row - int(offsets[expert])) % tile_scheduler.ROW_GRANULE == 0
+        assert (row - int(offsets[expert])) % ROW_GRANULE == 0
         covered[feature_tile, row : row + rows] += 1
     assert bool((covered == 1).all())
+    for e, count in enumerate(counts):
+        sizes = [rows for expert, feature_tile, _, rows in found[:works].tolist() if (expert, feature_tile) == (e, 0)]
+        assert sum(-(-rows // ROW_GRANULE) for rows in sizes) == -(-count // ROW_GRANULE), (
+            "one padded granule an expert"
+        )
+        assert not sizes or max(sizes) - min(sizes) < 2 * ROW_GRANULE, "tiles of an expert are even"
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +141,7 @@ def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callabl
     offsets, starts = torch.tensor([0, 257], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
     found = torch.zeros(2, 4, dtype=torch.int32)
     compiled(walk_tiles, offsets, starts, found, 1, 2)
-    assert found[:, 3].tolist() == [136, 121]
+    assert found[:, 3].tolist() == [128, 129]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

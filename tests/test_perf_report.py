@@ -14,7 +14,7 @@ from perf.__main__ import main
 from perf.report import compare, model
 from perf.results import CaseResult, PeerResult, RunResult, StepResult
 
-VOID_TAGS = {"meta", "br", "img", "link", "use"}
+VOID_TAGS = {"meta", "br", "wbr", "img", "link", "use"}
 
 
 def a_case(tokens: int, ms: float = 5.0, **changes: object) -> CaseResult:
@@ -215,6 +215,13 @@ class TestPages:
         assert main(["report", str(stored / "headline.json"), "--output", str(tmp_path)]) == 0
         name = "jamba_large_tokens.svg"
         assert (tmp_path / name).read_text() == (stored / name).read_text()
+
+    def test_one_case_without_peers(self, stored: Path, tmp_path: Path) -> None:
+        lonely = a_case(3, peers={}, sol_score=None, passed=None, match_ratio=None, relative_error=None, dense_ms=0.01)
+        results.save(a_result(lonely, versions={}), tmp_path / "shapes.json")
+        assert main(["report", str(tmp_path / "shapes.json")]) == 0
+        text = (tmp_path / "report.md").read_text()
+        assert "not checked" in text and "without a peer in 1" in text
 
     def test_a_file_that_is_no_result(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "other.json"

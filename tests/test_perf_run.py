@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cutlass_moe.aot.manifest import LibraryError
 from perf import measure, options, results, runner
 from perf.__main__ import main
 from perf.options import Options
@@ -159,6 +160,16 @@ class TestRun:
     def test_unchecked_is_neither_passed_nor_failed(self, tmp_path: Path) -> None:
         result = self.run(tmp_path, rounds=0, peers=())
         assert {(case.passed, case.match_ratio) for case in result.cases} == {(None, None)}
+
+    def test_an_error_of_the_library_is_one_sentence(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def no_library(*arguments: Any) -> None:
+            raise LibraryError("kernel library is damaged: build it")
+
+        monkeypatch.setattr(runner, "run_layer", no_library)
+        assert main(["run", "--workload", "tiny", "--output", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == "perf: kernel library is damaged: build it\n"
 
     def test_json_on_stdout(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["run", "--workload", "tiny", "--rounds", "1", "--peers", "--json", "--output", str(tmp_path)]) == 0

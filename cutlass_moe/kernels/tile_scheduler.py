@@ -3,10 +3,10 @@
 Every function here is plain integer arithmetic on tensors, so it also runs on the host: the CPU tests call the very
 source that the kernels use. Only `prefix_sum_by_warp` needs a warp.
 
-An expert's rows are split evenly over the fewest tiles of at most `tile_tokens` rows, so 257 rows under a width of
-256 are two tiles of 136 and 121 rows, not one of 256 and one of 1. Work is numbered expert by expert; within an
-expert neighbouring numbers are the token tiles of one weight tile, so that a weight tile is read from HBM once and
-then from L2.
+An expert's rows are split evenly, in granules of 16, over the fewest tiles of at most `tile_tokens` rows: 257 rows
+under a width of 256 are two tiles of 128 and 129, not one of 256 and one of 1; and no more than one granule of an
+expert is padded. Work is numbered expert by expert; within an expert neighbouring numbers are the token tiles of one
+weight tile, so that a weight tile is read from HBM once and then from L2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-ROW_GRANULE = 8  # token rows in one swizzle atom: tiles of one expert start at multiples of it
+from cutlass_moe.config import ROW_GRANULE
 
 
 @cute.jit
@@ -24,10 +24,10 @@ def count_token_tiles(rows: Int32, tile_tokens: cutlass.Constexpr[int]) -> Int32
 
 
 @cute.jit
-def split_rows(rows: Int32, tiles: Int32) -> Int32:
-    """Rows of each but the last of an expert's `tiles` token tiles."""
-    share = (rows + tiles - 1) // tiles
-    return (share + (ROW_GRANULE - 1)) // ROW_GRANULE * ROW_GRANULE
+def tile_begin(rows: Int32, tiles: Int32, tile: Int32) -> Int32:
+    """First row, within its expert, of token tile `tile` of `tiles`; of tile == tiles the end, up to a granule more."""
+    granules = (rows + (ROW_GRANULE - 1)) // ROW_GRANULE
+    return granules * tile // tiles * ROW_GRANULE
 
 
 @cute.jit
@@ -79,9 +79,8 @@ def locate_tile(
     token_tile = inner - feature_tile * token_tiles
     first_row = offsets_E1[expert]
     rows = offsets_E1[expert + 1] - first_row
-    share = split_rows(rows, token_tiles)
-    begin = token_tile * share
-    end = cutlass.min(begin + share, rows)
+    begin = tile_begin(rows, token_tiles, token_tile)
+    end = cutlass.min(tile_begin(rows, token_tiles, token_tile + 1), rows)
     return expert, feature_tile, first_row + begin, end - begin
 
 

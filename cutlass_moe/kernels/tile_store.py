@@ -33,7 +33,7 @@ class TileStore:
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that work on one tile
         self.blocks = config.consumer_blocks
         self.block_outputs = 64 // spec.epilogue.accumulators
-        self.store_tokens = config.store_tokens
+        self.store_tokens = config.store_tokens(spec.epilogue)
         self.store_pitch = self.block_outputs + STORE_PAD
         self.stage_tokens = config.stage_tokens
 

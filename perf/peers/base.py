@@ -139,9 +139,13 @@ def load(module: str) -> Any:
 
 
 def why_not_importable(module: str) -> str | None:
-    """A reason where a module, by its dotted name, isn't installed."""
+    """Why a module, by its dotted name, can't be used here, or None. Imports its parents."""
+    package = module.partition(".")[0]
     try:
-        found = importlib.util.find_spec(module)
-    except Exception:  # a parent is missing, or fails to import in a way of its own
-        found = None
-    return None if found else f"{module} is not installed"
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+        if importlib.util.find_spec(module) is None:
+            return f"the installed {package} has no {module}"
+    except Exception as error:  # a parent fails to import, in a way of its own
+        return " ".join(f"{package} can't be imported: {type(error).__name__}: {error}".split())[:200]
+    return None

@@ -1,6 +1,6 @@
 """Stock CUTLASS C++: its SM90 grouped GEMM from the headers that nvidia-cutlass ships, built with nvcc.
 
-`python -m perf.peers.cutlass_cpp DIR` builds the library ahead, for a machine that lacks the headers.
+`python -m perf.bundle --cutlass-peer` builds it ahead, for a machine that lacks nvcc or the headers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from perf.peers.base import Call, Finish, GemmsPeer, Prepared, Rows, silu_gate
 from perf.workloads import Inputs
 
 LIBRARY_VARIABLE = "CUTLASS_MOE_PEER_LIBRARY"
+CACHE = Path.home() / ".cache" / "cutlass_moe" / "peers"
 SOURCE = Path(__file__).with_name("cutlass_grouped_gemm.cu")
 FLAGS = (
     "-std=c++17",
@@ -91,7 +91,7 @@ class CutlassCppGemms(GemmsPeer):
     @staticmethod
     def _library_path() -> Path:
         given = os.environ.get(LIBRARY_VARIABLE)
-        return Path(given) if given else build(Path.home() / ".cache" / "cutlass_moe" / "peers")
+        return Path(given) if given else build(CACHE)
 
     def bind(self, inputs: Inputs) -> tuple[Call, Finish]:
         rows = Rows(inputs, self.prepared)
@@ -155,7 +155,3 @@ class GroupedGemm:
         )
         if status:
             raise RuntimeError(f"CUTLASS refuses the grouped GEMM: status {status}")
-
-
-if __name__ == "__main__":
-    print(build(Path(sys.argv[1])))

@@ -82,10 +82,10 @@ def _unique_ids(svg: str, name: str) -> str:
 
 
 def format_ms(ms: float | None) -> str:
-    """Four significant digits, at most three decimals."""
+    """Two to four decimals, the more the shorter."""
     if ms is None:
         return "-"
-    return f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
+    return f"{ms:.{2 if ms >= 10 else 3 if ms >= 0.1 else 4}f}"
 
 
 def format_percent(share: float | None) -> str:

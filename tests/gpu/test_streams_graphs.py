@@ -155,7 +155,7 @@ def test_compiled_with_dynamic_tokens(dtype: torch.dtype, make_layer: Any) -> No
     weights: Any = make_layer(1, K, E, H, I, device="cuda", dtype=dtype).arguments[1:4]
 
     def block(x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
-        return fused_experts(2 * x, *weights, ids, routing) + x
+        return fused_experts(*(2 * x, *weights, ids, routing)) + x
 
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, dynamic=True)

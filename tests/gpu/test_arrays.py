@@ -31,8 +31,9 @@ def test_cupy_on_its_current_stream(layer: Any) -> None:
     out = cupy.full_like(x, cupy.nan)
     cupy.cuda.Device().synchronize()
     side = cupy.cuda.Stream(non_blocking=True)
-    with side, torch.cuda.stream(torch.cuda.ExternalStream(side.ptr)):
-        torch.cuda._sleep(100_000_000)
+    with side:
+        with torch.cuda.stream(torch.cuda.ExternalStream(side.ptr)):
+            torch.cuda._sleep(100_000_000)
         x[...] = arguments[0]
         new = cutlass_moe.fused_experts(x, *arguments[1:])
         assert cutlass_moe.fused_experts(x, *arguments[1:], out=out) is out
