@@ -10,15 +10,12 @@ from cutlass_moe.config import GemmConfig
 # 3 * sqrt(mean) around the mean, so a configuration's widest tile lies above its range.
 _FEW = GemmConfig(128, (16, 32), cluster=2)
 _SOME = GemmConfig(128, (16, 32, 48, 64, 80, 96), cluster=2)
-_MANY = GemmConfig(128, (64, 80, 96, 112, 128, 144, 160), cluster=2, ping_pong=True)
-_MORE = GemmConfig(128, (64, 96, 128, 144, 160, 176, 192), cluster=2, ping_pong=True)
+_MORE = GemmConfig(128, (64, 80, 96, 112, 128, 144, 160, 176, 192), cluster=2, ping_pong=True)
 _FULL = GemmConfig(128, (64, 128, 160, 192, 208, 224, 240, 256, 272, 288), cluster=2)
 
-CONFIGS = (_FEW, _SOME, _MANY, _MORE, _FULL)
+CONFIGS = (_FEW, _SOME, _MORE, _FULL)
 
-_BY_MEAN_ROWS = ((6, _FEW), (52, _SOME), (112, _MANY), (200, _MORE), (math.inf, _FULL))
-# A short reduction leaves the ending of a tile uncovered unless the warpgroups alternate.
-_SHORT_REDUCTION = 2048
+_BY_MEAN_ROWS = ((6, _FEW), (72, _SOME), (200, _MORE), (math.inf, _FULL))
 
 
 def choose_gemm_config(rows: int, experts: int, features: int, reduction: int, accumulators: int) -> GemmConfig:
@@ -31,5 +28,4 @@ def choose_gemm_config(rows: int, experts: int, features: int, reduction: int, a
         reduction: K.
         accumulators: of the epilogue.
     """
-    config = next(config for most, config in _BY_MEAN_ROWS if rows <= most * experts)
-    return _MORE if config is _FULL and reduction < _SHORT_REDUCTION else config
+    return next(config for most, config in _BY_MEAN_ROWS if rows <= most * experts)

@@ -63,12 +63,6 @@ def rounds_of(slots_N: cute.Tensor, chunks_N: cute.Tensor, rounds_N: cute.Tensor
         rounds_N[i] = route.chunk_rounds(slots_N[i], chunks_N[i])
 
 
-@cute.jit
-def busy_clusters(works_N: cute.Tensor, clusters_N: cute.Tensor, busy_N: cute.Tensor):
-    for i in cutlass.range(cute.size(works_N)):
-        busy_N[i] = tile_scheduler.count_busy_clusters(works_N[i], clusters_N[i])
-
-
 def as_cute(tensor: torch.Tensor) -> Any:
     return from_dlpack(tensor).mark_layout_dynamic(tensor.dim() - 1)
 
@@ -121,20 +115,6 @@ def test_tiles_cover_every_row_once(
             "one padded granule an expert"
         )
         assert not sizes or max(sizes) - min(sizes) < 2 * ROW_GRANULE, "tiles of an expert are even"
-
-
-@settings(max_examples=40, deadline=None)
-@given(pairs=st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 80)), min_size=1, max_size=20))
-def test_busy_clusters_need_no_more_rounds(pairs: list[tuple[int, int]], compiled: Callable[..., Any]) -> None:
-    works, clusters = (torch.tensor(column, dtype=torch.int32) for column in zip(*pairs, strict=True))
-    busy = torch.full_like(works, -1)
-    compiled(busy_clusters, works, clusters, busy)
-    for work, most, count in zip(works.tolist(), clusters.tolist(), busy.tolist(), strict=True):
-        assert (count == 0) == (work == 0) and count <= most
-        if work:
-            rounds = -(-work // most)
-            assert -(-work // count) == rounds
-            assert count == 1 or -(-work // (count - 1)) > rounds, "one cluster less would take another round"
 
 
 def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callable[..., Any]) -> None:

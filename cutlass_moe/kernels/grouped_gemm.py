@@ -40,7 +40,7 @@ class GroupedGemm:
     `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile
     is multicast and a producer overwrites the stage of its peer too.
 
-    Persistent: cluster c takes the work numbers c, c + busy clusters, ... of `tile_scheduler`. Every role computes them
+    Persistent: cluster c takes the work numbers c, c + clusters, ... of `tile_scheduler`. Every role computes them
     itself from a table of the experts' tiles, made in shared memory at the start.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
@@ -242,9 +242,7 @@ class GroupedGemm:
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         work = block // self.cluster
         work_end = s_tile_starts[experts] * feature_tiles
-        work_step = tile_scheduler.count_busy_clusters(work_end, grid // self.cluster)
-        if work >= work_step:
-            work_end = Int32(0)
+        work_step = grid // self.cluster
         stage = Int32(0)
         phase = Int32(0)
 

@@ -31,17 +31,6 @@ def tile_begin(rows: Int32, tiles: Int32, tile: Int32) -> Int32:
 
 
 @cute.jit
-def count_busy_clusters(works: Int32, clusters: Int32) -> Int32:
-    """The fewest clusters that finish `works` tiles in as many rounds as all `clusters` would.
-
-    The others would only make the rounds uneven: 2,048 tiles on 66 clusters are 31 rounds and 2 tiles; on 64 they are
-    32 even rounds, which end together and leave the memory's bandwidth and the power to the busy ones.
-    """
-    rounds = cutlass.max((works + clusters - 1) // clusters, 1)
-    return (works + rounds - 1) // rounds
-
-
-@cute.jit
 def find_expert(tile_starts_E1: cute.Tensor, experts: Int32, token_tile: Int32) -> Int32:
     """The expert that holds token tile `token_tile`: the last e with tile_starts_E1[e] <= token_tile."""
     low = Int32(0)
