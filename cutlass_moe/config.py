@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from epilogues import Epilogue
+from epilogues.base import stored_planes
 
 MAX_EXPERTS = 512  # the GEMM keeps two tables of this many experts in shared memory
 CHUNK_SLOTS = 256  # slots one CTA of the routing kernel ranks at a time
@@ -14,10 +15,16 @@ ROW_GRANULE = 16  # an expert's rows are split into tiles at multiples of it
 REDUCTION_TILE = 64  # elements of the reduction dimension in one stage: one 128-byte swizzle line
 SHARED_MEMORY_BYTES = 227 * 1024  # what one CTA may use on compute capability 9.0
 BARRIER_BYTES = 1024  # mbarriers and alignment slack
-STORE_PAD = 8  # elements after each transposed row, so that the rows of a stmatrix fall into different banks
+STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 232 that a consumer thread has
+
+
+def token_bytes(epilogue: Epilogue, *dtypes: str) -> int:
+    """Shared memory of one token's outputs in a 64-row block of weights, in the widest of these dtypes."""
+    element = max(4 if dtype == "float32" else ELEMENT_BYTES for dtype in dtypes)
+    return 64 // epilogue.accumulators * element + STORE_PAD_BYTES
 
 
 def route_chunks(slots: int) -> int:
@@ -84,11 +91,13 @@ class GemmConfig:
         return self._stages_beside(self.store_tokens(epilogue), epilogue)
 
     def _stages_beside(self, store_tokens: int, epilogue: Epilogue) -> int:
-        # Of each consumer warpgroup: two transposition buffers, and the tile's row values.
-        store = 2 * store_tokens * (64 // epilogue.accumulators + STORE_PAD) * ELEMENT_BYTES
-        rows = 4 * self.stage_tokens * (len(epilogue.tensors) + epilogue.scatter)
+        # Of each consumer warpgroup: two transposition buffers, the tile's row values, and parts of the "full" tensors.
+        stored = 2 * token_bytes(epilogue, *(plane.dtype for plane in stored_planes(epilogue)))
+        loaded = sum(token_bytes(epilogue, t.dtype) for t in epilogue.tensors if t.broadcast == "full")
+        kinds = [tensor.broadcast for tensor in epilogue.tensors]
+        rows = 4 * self.stage_tokens * (kinds.count("row") + epilogue.scatter)
         tables = 2 * 4 * (MAX_EXPERTS + 4)
-        free = SHARED_MEMORY_BYTES - BARRIER_BYTES - tables - CONSUMERS * (store + rows)
+        free = SHARED_MEMORY_BYTES - BARRIER_BYTES - tables - CONSUMERS * (store_tokens * (stored + loaded) + rows)
         return min(12, free // self.stage_bytes())
 
 
@@ -135,12 +144,6 @@ class CombineSpec:
         return {"kind": "combine", **asdict(self)}
 
 
-def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
-    """What tells an epilogue from another of the same name: its class, module included, and its fields."""
-    kind = type(epilogue)
-    return {"module": kind.__module__, "class": kind.__qualname__, "fields": asdict(epilogue)}
-
-
 @dataclass(frozen=True)
 class GemmSpec:
     """Grouped GEMM with an epilogue."""
@@ -158,7 +161,7 @@ class GemmSpec:
             "kind": "gemm",
             "dtype": self.dtype,
             "config": asdict(self.config),
-            "epilogue": describe_epilogue(self.epilogue),
+            "epilogue": self.epilogue.describe(),
             "stages": self.config.stages(self.epilogue),
         }
 

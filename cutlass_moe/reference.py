@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_moe.checks import activation_epilogue
-from epilogues import Epilogue, RoutingScale, TorchOps
+from cutlass_moe.activations import activation_key, down_epilogue, gate_epilogue
+from cutlass_moe.epilogue_arguments import expert_inputs
+from epilogues import Epilogue, TorchOps
+from epilogues.base import as_tuple, stored_planes
 
 
 def reference_experts(
@@ -24,7 +27,10 @@ def reference_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
-    activation: str = "silu",
+    activation: str | Epilogue = "silu",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
 ) -> Tensor:
     """The layer in fp32 from the given inputs, with no rounding in between: `[..., H]` float32.
 
@@ -32,7 +38,7 @@ def reference_experts(
     weights at a time. On CUDA it synchronises, and is fp32 only while `torch.backends.cuda.matmul.allow_tf32`
     is False (torch's default).
     """
-    epilogue = activation_epilogue(activation)
+    epilogue = gate_epilogue(activation_key(activation), False)
     hidden, top_k = x.shape[-1], topk_ids.shape[-1]
     x_TH = x.reshape(-1, hidden)
     tokens = x_TH.shape[0]
@@ -44,8 +50,14 @@ def reference_experts(
         if len(token) == 0:
             continue
         rows = x_TH[token]
-        h = epilogue.math(TorchOps, _multiply(rows, w_gate[expert]), _multiply(rows, w_up[expert]))
-        y_TKH[token, slot] = _multiply(h, w_down[expert]) * weights_TK[token, slot, None]
+        gate, up = _multiply(rows, w_gate[expert]), _multiply(rows, w_up[expert])
+        if b_gate is not None and b_up is not None:
+            gate, up = gate + b_gate[expert].float(), up + b_up[expert].float()
+        (h,) = as_tuple(epilogue.math(TorchOps, gate, up))
+        y = _multiply(h, w_down[expert])
+        if b_down is not None:
+            y = y + b_down[expert].float()
+        y_TKH[token, slot] = y * weights_TK[token, slot, None]
     return y_TKH.sum(dim=1).view(x.shape)
 
 
@@ -94,21 +106,28 @@ def grouped_gemm(
     weights: Sequence[Tensor],
     expert_offsets_E1: Tensor,
     epilogue: Epilogue,
-    tensors: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     row_index_M: Tensor | None,
     out: Tensor,
+    side_outputs: Sequence[Tensor] = (),
 ) -> None:
-    """Each expert's rows times its weights in fp32, the epilogue's own formula, one rounding into `out`."""
+    """Each expert's rows times its weights in fp32, the epilogue's own formula, one rounding into `out` and each of
+    `side_outputs`. `inputs` are the epilogue's tensors and scalars by name."""
+    targets = (out, *side_outputs)
     for expert, (start, stop) in enumerate(pairwise(expert_offsets_E1.tolist())):
         if start == stop:
             continue
         accumulators = [_multiply(a_MK[start:stop], weight[expert]) for weight in weights]
-        values = {name: tensor[start:stop, None].float() for name, tensor in tensors.items()}
-        result = epilogue.math(TorchOps, *accumulators, **values).to(out.dtype)
-        if row_index_M is None:
-            out[start:stop] = result
-        else:
-            out[row_index_M[start:stop].long()] = result
+        values = epilogue.math(TorchOps, *accumulators, **expert_inputs(epilogue, inputs, expert, start, stop))
+        rows = slice(start, stop) if row_index_M is None else row_index_M[start:stop].long()
+        for plane, value in zip(stored_planes(epilogue), as_tuple(values), strict=True):
+            target = targets[plane.output]
+            if target.dim() == 3:
+                target = target[:, plane.index]
+            target[rows] = value.to(target.dtype)
+        for side, target in zip(epilogue.side_outputs, side_outputs, strict=True):
+            if side.row_absmax:
+                target[rows] = out[rows].float().abs().amax(1)
 
 
 def combine(y_MH: Tensor, slot_row_TK: Tensor) -> Tensor:
@@ -130,13 +149,20 @@ def experts(
     topk_ids_TK: Tensor,
     topk_weights_TK: Tensor,
     activation: str,
+    b_gate_EI: Tensor | None = None,
+    b_up_EI: Tensor | None = None,
+    b_down_EH: Tensor | None = None,
 ) -> Tensor:
     """The layer from the steps above: the CPU implementation of `fused_experts`."""
     offsets_E1, row_slot_M, slot_row_TK, row_weight_M = route(topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0])
     assert row_weight_M is not None
     x_MH = permute(x_TH, slot_row_TK)
     h_MI = x_TH.new_empty(x_MH.shape[0], w_gate_EIH.shape[1])
-    grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, activation_epilogue(activation), {}, None, h_MI)
+    gate = gate_epilogue(activation, b_gate_EI is not None)
+    biases = {"gate_bias": b_gate_EI, "up_bias": b_up_EI}
+    grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, biases, None, h_MI)
     y_MH = torch.empty_like(x_MH)
-    grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, RoutingScale(), {"row_weight": row_weight_M}, row_slot_M, y_MH)
+    down = down_epilogue(b_down_EH is not None)
+    inputs = {"bias": b_down_EH, "row_weight": row_weight_M}
+    grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, down, inputs, row_slot_M, y_MH)
     return combine(y_MH, slot_row_TK)

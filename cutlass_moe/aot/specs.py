@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from cutlass_moe.config import (
 )
 from cutlass_moe.heuristics import CONFIGS
 from epilogues import Epilogue
+from epilogues.describe import read_epilogue
 
 KERNELS = "KERNELS"  # the list of specs in a user's module
 _SIMPLE: dict[str, type[RouteSpec | PermuteSpec | CombineSpec]] = {
@@ -89,18 +89,10 @@ def read_spec(description: Mapping[str, Any]) -> KernelSpec:
 
 
 def _read_epilogue(description: Mapping[str, Any]) -> Epilogue:
-    module, name = description["module"], description["class"]
+    name = f"{description['module']}.{description['class']}"
     try:
-        kind: Any = importlib.import_module(module)
-        for part in name.split("."):
-            kind = getattr(kind, part)
+        return read_epilogue(description)
     except (ImportError, AttributeError) as error:
-        raise SpecError(
-            f"its epilogue {module}.{name} cannot be imported ({error}): put its folder on PYTHONPATH"
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, Epilogue)):
-        raise SpecError(f"{module}.{name} is not an epilogue any more")
-    names = {field.name for field in fields(kind)}
-    values = {key: value for key, value in description["fields"].items() if key in names}
-    epilogue: Epilogue = kind(**values)
-    return epilogue
+        raise SpecError(f"its epilogue {name} cannot be imported ({error}): put its folder on PYTHONPATH") from error
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"its epilogue {name} has changed ({error})") from error

@@ -11,10 +11,11 @@ from typing import Any
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # before the DSL is imported: there may be no GPU to ask
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec
+from epilogues import INPUT, check_epilogue
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --dump-dir "
 _DTYPES = {
@@ -78,6 +79,7 @@ def _glue(spec: RouteSpec | PermuteSpec | CombineSpec) -> tuple[Any, list[Any]]:
 def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
     from cutlass_moe.kernels.grouped_gemm import GroupedGemm
 
+    check_epilogue(spec.epilogue)
     rows, experts, experts_1, row_count, out_rows = (cute.sym_int32() for _ in range(5))
     reduction, outputs = (cute.sym_int32(divisibility=8) for _ in range(2))
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
@@ -90,12 +92,42 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
         weights[0],
         weights[1] if len(weights) > 1 else None,
         _vector("int32", experts_1),
-        tuple(_vector(tensor.dtype, row_count) for tensor in spec.epilogue.tensors) or None,
+        _epilogue_arguments(spec, row_count, experts, out_rows, outputs),
         _vector("int32", row_count) if spec.epilogue.scatter else None,
-        _matrix(spec.dtype, out_rows, outputs),
+        _matrix(_resolve(spec, spec.epilogue.out_dtype), out_rows, outputs),
         Boolean(False),
         Int32(132),
     ]
+
+
+def _resolve(spec: GemmSpec, dtype: str) -> str:
+    return spec.dtype if dtype == INPUT else dtype
+
+
+def _epilogue_arguments(spec: GemmSpec, row_count: Any, experts: Any, out_rows: Any, outputs: Any) -> tuple | None:
+    """Stand-ins for what the epilogue adds: its tensors, scalars and side outputs."""
+    arguments: list[Any] = []
+    for tensor in spec.epilogue.tensors:
+        dtype = _resolve(spec, tensor.dtype)
+        if tensor.broadcast in ("row", "expert"):
+            arguments.append(_vector(dtype, row_count if tensor.broadcast == "row" else experts))
+        elif tensor.broadcast == "full":
+            arguments.append(_matrix(dtype, row_count, outputs))
+        else:
+            # Read element by element: any strides, as those of a view of every other column.
+            strides = (cute.sym_int64(), cute.sym_int64())
+            align = _DTYPES[dtype].width // 8
+            arguments.append(make_fake_tensor(_DTYPES[dtype], (experts, outputs), strides, assumed_align=align))
+    arguments += [Float32(0.0) for _ in spec.epilogue.scalars]
+    for side in spec.epilogue.side_outputs:
+        dtype = _resolve(spec, side.dtype)
+        if side.row_absmax:
+            arguments.append(_vector("float32", out_rows))
+        else:
+            rows_values_outputs = (out_rows, side.values, outputs)
+            row_strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+            arguments.append(make_fake_tensor(_DTYPES[dtype], rows_values_outputs, row_strides, assumed_align=16))
+    return tuple(arguments) or None
 
 
 def kernel_sources(spec: KernelSpec) -> list[Path]:
@@ -108,5 +140,5 @@ def kernel_sources(spec: KernelSpec) -> list[Path]:
     }[spec.describe()["kind"]]
     names = ["cutlass_moe.config", "cutlass_moe.kernels.compiler", *(f"cutlass_moe.kernels.{m}" for m in modules)]
     if isinstance(spec, GemmSpec):
-        names += ["epilogues.base", "epilogues.ops", type(spec.epilogue).__module__]
+        names += ["epilogues.base", "epilogues.ops", *spec.epilogue.modules()]
     return [Path(str(importlib.import_module(name).__file__)) for name in names]

@@ -73,7 +73,7 @@ class GroupedGemm:
         first_ENK: cute.Tensor,
         second_ENK: cute.Tensor | None,
         offsets_E1: cute.Tensor,
-        row_tensors: tuple | None,
+        epilogue_arguments: tuple | None,
         row_index_M: cute.Tensor | None,
         out_MN: cute.Tensor,
         early: Boolean,
@@ -87,7 +87,8 @@ class GroupedGemm:
             first_ENK: weights [E, N, K]; with two accumulators the gate's.
             second_ENK: the up weights, same shape and strides; None with one accumulator.
             offsets_E1: int32 [E + 1], first row of each expert, then their number.
-            row_tensors: fp32 [M] each, the epilogue's tensors; None where it has none.
+            epilogue_arguments: the epilogue's tensors, scalars (fp32) and side outputs, in this order; None where it
+                has none. A side output is [rows, values, N], or fp32 [rows].
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
             early: the weights, and the offsets, were complete before the previous kernel on the stream started,
@@ -133,7 +134,7 @@ class GroupedGemm:
             tma_rows,
             tma_rows_MK,
             offsets_E1,
-            () if row_tensors is None else row_tensors,
+            () if epilogue_arguments is None else epilogue_arguments,
             row_index_M,
             out_MN,
             early,
@@ -184,7 +185,7 @@ class GroupedGemm:
         tma_rows: cute.CopyAtom,
         rows_MK: cute.Tensor,
         offsets_E1: cute.Tensor,
-        row_tensors: tuple,
+        epilogue_arguments: tuple,
         row_index_M: cute.Tensor | None,
         out_MN: cute.Tensor,
         early: Boolean,
@@ -206,7 +207,7 @@ class GroupedGemm:
         self.s_rows = smem.allocate_tensor(
             self.dtype, rows_layout.outer, byte_alignment=ALIGNMENT, swizzle=rows_layout.inner
         )
-        self.store.bind(smem, row_tensors, row_index_M, out_MN, swap)
+        self.store.bind(smem, epilogue_arguments, row_index_M, out_MN, swap)
         s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
         s_tile_starts = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
         self.full = smem.allocate_array(Int64, self.stages)
@@ -300,7 +301,7 @@ class GroupedGemm:
                     stage, phase = self._skip(stage, phase)
                     self._pass_turn(consumer)
             while work < work_end:
-                _, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
+                expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                     work, feature_tiles, experts, s_offsets, s_tile_starts
                 )
                 first_output = (feature_tile * self.cluster + rank) * self.tile_outputs
@@ -309,9 +310,9 @@ class GroupedGemm:
                     narrower = 0 if i == 0 else self.token_widths[i - 1]
                     if tokens > narrower and tokens <= self.token_widths[i]:
                         width = self.token_widths[i]
-                        values, index = self.store.fetch_rows(width, first_row, tokens)
+                        fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
-                        self.store.store(width, accumulator, values, index, first_row, tokens, first_output, consumer)
+                        self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
                 if cutlass.const_expr(self.ping_pong):
                     stage, phase = self._skip(stage, phase)
                 work += work_step
