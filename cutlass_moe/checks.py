@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_moe.activations import activation_key
 from cutlass_moe.config import MAX_EXPERTS
+from cutlass_moe.epilogue_arguments import resolve_dtype, tensor_shape, wrong_shape_hint
 from cutlass_moe.workspace import workspace_size
-from epilogues import Epilogue, SiluGate
+from epilogues import Epilogue, check_epilogue
+from epilogues.base import BROADCASTS
+from epilogues.check import locate
 
-ACTIVATIONS: dict[str, Epilogue] = {"silu": SiluGate()}
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 ID_DTYPES = (torch.int32, torch.int64)
 ROUTING_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,14 +32,6 @@ MAX_ROWS = 2**31 - 1024  # row numbers are int32 in the kernels, and a tile may 
 MAX_STRIDE_BYTES = 2**40  # strides in a TMA tensor map are below this
 
 
-def activation_epilogue(activation: str) -> Epilogue:
-    """The two-accumulator epilogue of this name. Raises ValueError when there is none."""
-    epilogue = ACTIVATIONS.get(activation)
-    if epilogue is None:
-        raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
-    return epilogue
-
-
 def check_experts(
     x: Tensor,
     w_gate: Tensor,
@@ -44,12 +39,13 @@ def check_experts(
     w_down: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str,
+    activation: str | Epilogue,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     out: Tensor | None,
     workspace: Tensor | None,
 ) -> None:
-    """Arguments of `fused_experts`."""
-    activation_epilogue(activation)
+    """Arguments of `fused_experts`; `biases` are b_gate, b_up and b_down."""
+    activation_key(activation)
     _check_hidden_states(x)
     dtypes, device = (x.dtype,), x.device
     _check_tensor("w_gate", w_gate, "E, I, H", dtypes, device)
@@ -66,15 +62,31 @@ def check_experts(
     _check_rows("w_down", w_down)
     _check_equal_strides(w_gate, w_up)
     _check_routing("topk_ids", topk_ids, "topk_weights", topk_weights, x)
+    if biases != (None, None, None):
+        _check_biases(x, biases, experts, intermediate, hidden)
     if out is not None:
-        _check_out_tensor(out, "..., H", x.shape, x)
+        _check_out_tensor(out, "..., H", x.shape, x.dtype, x.device)
     if workspace is not None:
         _check_tensor("workspace", workspace, "bytes", (torch.uint8,), x.device)
         _check_contiguous("workspace", workspace)
 
 
-def check_gate_up(x: Tensor, w_gate_up: Tensor) -> None:
-    """The fused weight of `fused_experts_gate_up`, before it is taken apart into views."""
+def _check_biases(
+    x: Tensor, biases: tuple[Tensor | None, Tensor | None, Tensor | None], experts: int, intermediate: int, hidden: int
+) -> None:
+    b_gate, b_up, b_down = biases
+    if (b_gate is None) != (b_up is None):
+        given, missing = ("b_up", "b_gate") if b_gate is None else ("b_gate", "b_up")
+        raise ValueError(f"{missing} must be given where {given} is, got None")
+    named = (("b_gate", b_gate, "I", intermediate), ("b_up", b_up, "I", intermediate), ("b_down", b_down, "H", hidden))
+    for name, bias, symbol, columns in named:
+        if bias is not None:
+            _check_tensor(name, bias, f"E, {symbol}", (x.dtype,), x.device)
+            _check_shape(name, bias, f"E, {symbol}", (experts, columns))
+
+
+def check_gate_up(x: Tensor, w_gate_up: Tensor, b_gate_up: Tensor | None) -> None:
+    """The fused weight and bias of `fused_experts_gate_up`, before they are taken apart into views."""
     _check_hidden_states(x)
     _check_tensor("w_gate_up", w_gate_up, "E, 2I, H", (x.dtype,), x.device)
     experts, rows, hidden = w_gate_up.shape
@@ -82,6 +94,9 @@ def check_gate_up(x: Tensor, w_gate_up: Tensor) -> None:
         raise _shape_error("w_gate_up", w_gate_up, "E, 2I, H", ("E", "2I", x.shape[-1]))
     _check_extents("w_gate_up", experts, rows // 2, "I")
     _check_rows("w_gate_up", w_gate_up)
+    if b_gate_up is not None:
+        _check_tensor("b_gate_up", b_gate_up, "E, 2I", (x.dtype,), x.device)
+        _check_shape("b_gate_up", b_gate_up, "E, 2I", (experts, rows))
 
 
 def check_experts_memory(
@@ -152,13 +167,14 @@ def check_grouped_gemm(
     weights: Sequence[Tensor],
     expert_offsets_E1: Tensor,
     epilogue: Epilogue,
-    tensors: dict[str, Tensor],
+    tensors: dict[str, Any],
     row_index: Tensor | None,
     out: Tensor | None,
 ) -> None:
     """Arguments of `grouped_gemm`; `weights` are the operands of `b` in order."""
     if not isinstance(epilogue, Epilogue):
         raise TypeError(f"epilogue must be an epilogues.Epilogue, got {type(epilogue).__name__}")
+    check_epilogue(epilogue)
     _check_tensor("a", a_MK, "M, K", VALUE_DTYPES, None)
     rows, reduction = a_MK.shape
     _check_multiple_of_8("a", "K", reduction)
@@ -168,7 +184,7 @@ def check_grouped_gemm(
     _check_tensor("expert_offsets", expert_offsets_E1, "E + 1", (torch.int32,), a_MK.device)
     _check_shape("expert_offsets", expert_offsets_E1, "E + 1", (weights[0].shape[0] + 1,))
     _check_contiguous("expert_offsets", expert_offsets_E1)
-    _check_epilogue_tensors(a_MK, epilogue, tensors)
+    _check_epilogue_tensors(a_MK, weights[0], epilogue, tensors)
     if epilogue.scatter:
         if row_index is None:
             raise ValueError(f"row_index must be given: epilogue {epilogue.name} stores each row at its index")
@@ -178,14 +194,20 @@ def check_grouped_gemm(
     elif row_index is not None:
         raise ValueError(f"row_index must be None: epilogue {epilogue.name} does not scatter")
     if out is not None:
-        _check_tensor("out", out, "rows, N", (a_MK.dtype,), a_MK.device)
+        dtype = resolve_dtype(epilogue.out_dtype, a_MK.dtype)
+        _check_tensor("out", out, "rows, N", (dtype,), a_MK.device)
         out_rows = out.shape[0] if epilogue.scatter else rows
-        _check_out_tensor(out, "rows, N", (out_rows, weights[0].shape[1]), a_MK)
+        _check_out_tensor(out, "rows, N", (out_rows, weights[0].shape[1]), dtype, a_MK.device)
 
 
-def check_grouped_gemm_memory(a_MK: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+def check_grouped_gemm_memory(
+    a_MK: Tensor, weights: Sequence[Tensor], epilogue: Epilogue, tensors: dict[str, Any], out: Tensor
+) -> None:
     """Addresses of the GEMM's tensors and, on CUDA, the device."""
     _check_address("a", a_MK)
+    for declared in epilogue.tensors:
+        if declared.broadcast == "full":
+            _check_address(f"tensors[{declared.name!r}]", tensors[declared.name])
     for weight in weights:
         _check_address("b", weight)
     _check_address("out", out)
@@ -207,7 +229,7 @@ def check_combine(y_MH: Tensor, slot_row_TK: Tensor, out: Tensor | None) -> None
     _check_shape("y", y_MH, "M, H", (tokens * top_k, hidden))
     _check_contiguous("y", y_MH)
     if out is not None:
-        _check_out_tensor(out, "T, H", (tokens, hidden), y_MH)
+        _check_out_tensor(out, "T, H", (tokens, hidden), y_MH.dtype, y_MH.device)
 
 
 def check_rows_memory(source_name: str, source: Tensor, out: Tensor | None) -> None:
@@ -358,8 +380,10 @@ def _check_routing(ids_name: str, ids: Tensor, weights_name: str, weights: Tenso
     _check_row_count(ids.numel())
 
 
-def _check_out_tensor(out: Tensor, symbols: str, shape: tuple[int, ...], like: Tensor) -> None:
-    _check_kind("out", out, (like.dtype,), like.device)
+def _check_out_tensor(
+    out: Tensor, symbols: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    _check_kind("out", out, (dtype,), device)
     _check_shape("out", out, symbols, shape)
     _check_rows("out", out)
     if out.numel() > 0:
@@ -386,7 +410,11 @@ def _check_row_walk(name: str, tensor: Tensor) -> None:
 def _check_operands(a_MK: Tensor, weights: Sequence[Tensor], epilogue: Epilogue) -> None:
     if len(weights) != epilogue.accumulators:
         expected = "a tensor" if epilogue.accumulators == 1 else "a (gate, up) pair of tensors"
-        raise ValueError(f"b must be {expected} for epilogue {epilogue.name}, got {len(weights)} operand(s)")
+        where = locate(type(epilogue.parts[0]), "accumulators")
+        raise ValueError(
+            f"b must be {expected} for epilogue {epilogue.name}, got {len(weights)} operand(s): its accumulators = "
+            f"{epilogue.accumulators} is declared at {where}"
+        )
     names = ("b",) if len(weights) == 1 else ("b[0]", "b[1]")
     for name, weight in zip(names, weights, strict=True):
         _check_tensor(name, weight, "E, N, K", (a_MK.dtype,), a_MK.device)
@@ -399,16 +427,26 @@ def _check_operands(a_MK: Tensor, weights: Sequence[Tensor], epilogue: Epilogue)
         _check_equal_strides(weights[0], weights[1], ("b[0]", "b[1]"))
 
 
-def _check_epilogue_tensors(a_MK: Tensor, epilogue: Epilogue, tensors: dict[str, Tensor]) -> None:
-    expected = [tensor.name for tensor in epilogue.tensors]
+def _check_epilogue_tensors(a_MK: Tensor, weight: Tensor, epilogue: Epilogue, tensors: dict[str, Any]) -> None:
+    expected = [*(tensor.name for tensor in epilogue.tensors), *epilogue.scalars]
     if sorted(tensors) != sorted(expected):
         raise ValueError(f"tensors must hold {expected} for epilogue {epilogue.name}, got {sorted(tensors)}")
+    extents = (a_MK.shape[0], weight.shape[0], weight.shape[1])
     for declared in epilogue.tensors:
         name = f"tensors[{declared.name!r}]"
         tensor = tensors[declared.name]
-        _check_tensor(name, tensor, "M", (getattr(torch, declared.dtype),), a_MK.device)
-        _check_shape(name, tensor, "M", (a_MK.shape[0],))
-        _check_contiguous(name, tensor)
+        _check_kind(name, tensor, (resolve_dtype(declared.dtype, a_MK.dtype),), a_MK.device)
+        shape = tensor_shape(declared, *extents)
+        if tensor.shape != shape:
+            hint = wrong_shape_hint(declared, tensor.shape, *extents)
+            raise ValueError(f"{_shape_error(name, tensor, BROADCASTS[declared.broadcast], shape)}{hint}")
+        if declared.broadcast == "full":
+            _check_rows(name, tensor)
+        elif declared.broadcast != "expert_column":
+            _check_contiguous(name, tensor)
+    for scalar in epilogue.scalars:
+        if not isinstance(tensors[scalar], int | float):
+            raise TypeError(f"tensors[{scalar!r}] must be a float, got {type(tensors[scalar]).__name__}")
 
 
 def _check_address(name: str, tensor: Tensor) -> None:

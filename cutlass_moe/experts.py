@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from cutlass_moe import checks, dlpack
+from cutlass_moe.activations import activation_key, down_epilogue, gate_epilogue
 from cutlass_moe.combine import launch_combine
 from cutlass_moe.grouped_gemm import launch_grouped_gemm
 from cutlass_moe.permutation import launch_permute
 from cutlass_moe.routing import launch_route
 from cutlass_moe.workspace import allocate
-from epilogues import RoutingScale
-
-_ROUTING_SCALE = RoutingScale()
+from epilogues import Epilogue
 
 
 def fused_experts(
@@ -26,15 +25,19 @@ def fused_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
-    activation: str = "silu",
+    activation: str | Epilogue = "silu",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer with gated experts, from routed tokens to combined output.
 
     `out[t] = sum over k of w[t, k] * (act(x[t] @ w_gate[e].T) * (x[t] @ w_up[e].T)) @ w_down[e].T` with
-    `e = ids[t, k]`. Computed in fp32 and rounded three times: the gated product, each slot's weighted row,
-    and their sum, which runs in slot order. So every run on a device gives the same bits.
+    `e = ids[t, k]`; a bias, where given, is added to its product. Computed in fp32 and rounded three times: the gated
+    product, each slot's weighted row, and their sum, which runs in slot order. So every run on a device gives the same
+    bits.
 
     On CUDA the kernels run on the current stream; the call never waits for the device and can be captured in
     a CUDA graph. On the CPU it is plain torch. Under torch.compile it is one operator. It has no backward.
@@ -47,7 +50,11 @@ def fused_experts(
         w_down: [E, H, I], likewise.
         topk_ids: int32 or int64 [..., K]. An id outside [0, E) drops its slot.
         topk_weights: float32, bfloat16 or float16 [..., K].
-        activation: "silu".
+        activation: "silu"; "gelu" (erf), "gelu_tanh"; "clamped_swiglu", also called "swiglu_oai", as in gpt-oss; or an
+            `epilogues.Epilogue` that takes a gate and an up value (for one of a caller's own see docs/epilogues.md).
+            Kernels that are not in a library are compiled on first use.
+        b_gate, b_up: [E, I] of x's dtype, any strides; both or neither.
+        b_down: [E, H], likewise; the routing weight scales it, too.
         out: [..., H] of x's dtype to write to; viewable as [T, H], rows 16-byte aligned, no memory in common
             with x.
         workspace: uint8 [bytes], contiguous, 16-byte aligned (256 is better), at least `workspace_size(T, K, H, I, E,
@@ -70,14 +77,20 @@ def fused_experts(
     """
     if dlpack.is_foreign(x):
         arrays = (x, w_gate, w_up, w_down, topk_ids, topk_weights)
-        return dlpack.through_torch(fused_experts, *arrays, activation=activation, out=out, workspace=workspace)
-    checks.check_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, workspace)
+        biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+        keywords = {"activation": activation, **biases, "out": out, "workspace": workspace}
+        return dlpack.through_torch(fused_experts, *arrays, **keywords)
+    checks.check_experts(
+        x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, (b_gate, b_up, b_down), out, workspace
+    )
     x_TH, topk_ids_TK, topk_weights_TK = x, topk_ids, topk_weights
     if x.dim() != 2:
         x_TH = x.reshape(-1, x.shape[-1])
         topk_ids_TK = topk_ids.reshape(x_TH.shape[0], topk_ids.shape[-1])
         topk_weights_TK = topk_weights.reshape(x_TH.shape[0], topk_ids.shape[-1])
-    arguments = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, activation)
+    arguments: tuple[Any, ...] = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, activation_key(activation))
+    if b_gate is not None or b_down is not None:
+        arguments += (b_gate, b_up, b_down)
     if out is None and workspace is None:
         out_TH = torch.ops.cutlass_moe.fused_experts(*arguments)
         return out_TH if x.dim() == 2 else out_TH.view(x.shape)
@@ -96,7 +109,9 @@ def fused_experts_gate_up(
     topk_weights: Tensor,
     *,
     interleaved: bool = False,
-    activation: str = "silu",
+    activation: str | Epilogue = "silu",
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
@@ -105,18 +120,23 @@ def fused_experts_gate_up(
     Args:
         w_gate_up: [E, 2I, H]. Rows 0 to I - 1 of an expert are its gate and the rest its up weights; or,
             where `interleaved`, even rows are gate and odd rows up.
+        b_gate_up: [E, 2I] of x's dtype, its columns in the order of w_gate_up's rows.
 
     The other arguments, the result and the errors are those of `fused_experts`.
     """
-    keywords: dict[str, Any] = {"activation": activation, "out": out, "workspace": workspace}
+    keywords: dict[str, Any] = {"activation": activation, "b_down": b_down, "out": out, "workspace": workspace}
     if dlpack.is_foreign(x):
         arrays = (x, w_gate_up, w_down, topk_ids, topk_weights)
-        return dlpack.through_torch(fused_experts_gate_up, *arrays, interleaved=interleaved, **keywords)
-    checks.check_gate_up(x, w_gate_up)
+        keywords |= {"interleaved": interleaved, "b_gate_up": b_gate_up}
+        return dlpack.through_torch(fused_experts_gate_up, *arrays, **keywords)
+    checks.check_gate_up(x, w_gate_up, b_gate_up)
     if interleaved:
         w_gate, w_up = w_gate_up[:, 0::2], w_gate_up[:, 1::2]
     else:
         w_gate, w_up = w_gate_up.chunk(2, dim=1)
+    if b_gate_up is not None:
+        b_gate, b_up = (b_gate_up[:, 0::2], b_gate_up[:, 1::2]) if interleaved else b_gate_up.chunk(2, dim=1)
+        keywords |= {"b_gate": b_gate, "b_up": b_up}
     return fused_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, **keywords)
 
 
@@ -130,6 +150,9 @@ def launch_experts(
     activation: str,
     out_TH: Tensor,
     workspace: Tensor | None,
+    b_gate_EI: Tensor | None = None,
+    b_up_EI: Tensor | None = None,
+    b_down_EH: Tensor | None = None,
 ) -> None:
     """The layer on checked CUDA tensors. Launches the kernels directly: a dispatcher hop for each step would
     cost more."""
@@ -142,8 +165,11 @@ def launch_experts(
     offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE, x_MH, h_MI = buffers
     launch_route(topk_ids_TK, topk_weights_TK, offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE)
     launch_permute(x_TH, slot_row_TK, x_MH)
-    gate = checks.activation_epilogue(activation)
-    launch_grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, (), None, h_MI, early=True)
+    gate = gate_epilogue(activation, b_gate_EI is not None)
+    gate_biases = () if b_gate_EI is None or b_up_EI is None else (b_gate_EI, b_up_EI)
+    down = down_epilogue(b_down_EH is not None)
+    row_values = (row_weight_M,) if b_down_EH is None else (b_down_EH, row_weight_M)
+    launch_grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, gate_biases, None, h_MI, early=True)
     y_MH = x_MH  # GEMM 1 was its last reader
-    launch_grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, _ROUTING_SCALE, (row_weight_M,), row_slot_M, y_MH, early=True)
+    launch_grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, down, row_values, row_slot_M, y_MH, early=True)
     launch_combine(y_MH, slot_row_TK, out_TH)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutlass_moe import checks, dlpack, reference
 from cutlass_moe.config import GemmSpec
+from cutlass_moe.epilogue_arguments import kernel_arguments, make_side_outputs, resolve_dtype
 from epilogues import Epilogue, Identity
 
 
@@ -23,7 +24,7 @@ def grouped_gemm(
     tensors: Mapping[str, Any] | None = None,
     row_index: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """`out[r] = epilogue(a[r] @ b[e].T)` for the rows r of each expert e, in fp32 and rounded once.
 
     Runs eagerly: under `torch.compile` it is a graph break (`fused_experts` is one operator and is none).
@@ -36,19 +37,25 @@ def grouped_gemm(
         expert_offsets_E1: int32 [E + 1], ascending, not past M: expert e has the rows from `[e]` up to
             `[e + 1]`.
         epilogue: an `epilogues.Epilogue`; `Identity()` when None.
-        tensors: the epilogue's tensors by name, [M] each, contiguous.
+        tensors: the epilogue's tensors and scalars by name. By its `broadcast` a tensor is "row": [M], "expert": [E],
+            both contiguous; "expert_column": [E, N], any strides; or "full": [M, N], rows 16-byte aligned. A scalar is
+            a float.
         row_index: int32 [M], for an epilogue that scatters: row r is stored at row `row_index[r]` of `out`.
             The indices of kept rows must be distinct and within `out`.
-        out: [M, N], or [any, N] where the epilogue scatters; rows may be strided, 16-byte aligned.
+        out: [M, N], or [any, N] where the epilogue scatters, of the epilogue's `out_dtype`; rows may be strided,
+            16-byte aligned.
 
     Returns:
-        `out`, or a new [M, N] tensor. Rows that no expert has (for a scattering epilogue: that no index
-        names) are not written.
+        `out`, or a new [M, N] tensor. For an epilogue with side outputs a tuple: `out`, then each of them, newly made
+        ([rows, N], [rows, values, N] or float32 [rows]). Rows that no expert has (for a scattering epilogue: that no
+        index names) are not written; their maxima are 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: naming the argument, what was expected and what came.
     """
     if dlpack.is_foreign(a_MK):
+        if epilogue is not None and epilogue.side_outputs:
+            raise TypeError(f"a must be a torch.Tensor: epilogue {epilogue.name} has side outputs")
         arguments = {"epilogue": epilogue, "tensors": tensors, "row_index": row_index, "out": out}
         return dlpack.through_torch(grouped_gemm, a_MK, b, expert_offsets_E1, **arguments)
     if torch.compiler.is_compiling():
@@ -67,23 +74,22 @@ def _grouped_gemm(
     tensors: Mapping[str, Any] | None,
     row_index: Tensor | None,
     out: Tensor | None,
-) -> Tensor:
+) -> Any:
     epilogue = Identity() if epilogue is None else epilogue
     weights = (b,) if isinstance(b, Tensor) else tuple(b)
     tensors = {} if tensors is None else dict(tensors)
     checks.check_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out)
     if out is None:
-        out = a_MK.new_empty(a_MK.shape[0], weights[0].shape[1])
-    checks.check_grouped_gemm_memory(a_MK, weights, out)
-    if a_MK.shape[0] == 0:
-        return out
-    if not a_MK.is_cuda:
-        reference.grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out)
-        return out
-    row_tensors = [tensors[declared.name] for declared in epilogue.tensors]
-    with torch.cuda.device(a_MK.device):
-        launch_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, row_tensors, row_index, out)
-    return out
+        out = a_MK.new_empty(a_MK.shape[0], weights[0].shape[1], dtype=resolve_dtype(epilogue.out_dtype, a_MK.dtype))
+    checks.check_grouped_gemm_memory(a_MK, weights, epilogue, tensors, out)
+    sides = make_side_outputs(epilogue, out, a_MK.dtype)
+    if a_MK.shape[0] > 0 and a_MK.is_cuda:
+        arguments = kernel_arguments(epilogue, tensors, sides)
+        with torch.cuda.device(a_MK.device):
+            launch_grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, arguments, row_index, out)
+    elif a_MK.shape[0] > 0:
+        reference.grouped_gemm(a_MK, weights, expert_offsets_E1, epilogue, tensors, row_index, out, sides)
+    return (out, *sides) if sides else out
 
 
 @lru_cache(maxsize=4096)
@@ -103,12 +109,12 @@ def launch_grouped_gemm(
     weights: Sequence[Tensor],
     expert_offsets_E1: Tensor,
     epilogue: Epilogue,
-    row_tensors: Sequence[Tensor],
+    epilogue_arguments: Sequence[Tensor | float],
     row_index_M: Tensor | None,
     out: Tensor,
     early: bool = False,
 ) -> None:
-    """Multiplies checked CUDA tensors with M > 0; `row_tensors` are in the order of `epilogue.tensors`.
+    """Multiplies checked CUDA tensors with M > 0; `epilogue_arguments` are tensors, scalars and side outputs in order.
 
     `early` says that the weights and the offsets were complete before the previous kernel on the stream started, which
     is one of this library's: the kernel then starts on them while that one runs.
@@ -121,9 +127,13 @@ def launch_grouped_gemm(
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) > 1 else None,
         expert_offsets_E1,
-        tuple(row_tensors) or None,
+        tuple(map(_canonical, epilogue_arguments)) or None,
         row_index_M,
         checks.canonical_strides(out),
         early,
         checks.hopper_sm_count(a_MK.device),
     )
+
+
+def _canonical(argument: Tensor | float) -> Tensor | float:
+    return checks.canonical_strides(argument) if isinstance(argument, Tensor) else argument

@@ -21,7 +21,8 @@ Result = TypeVar("Result")
 _LIBRARY = torch.library.Library("cutlass_moe", "DEF")
 
 _EXPERTS_ARGUMENTS = (
-    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor topk_ids, Tensor topk_weights, str activation"
+    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor topk_ids, Tensor topk_weights, str activation, "
+    "Tensor? b_gate=None, Tensor? b_up=None, Tensor? b_down=None"
 )
 
 
@@ -52,10 +53,13 @@ def _fused_experts_cuda(
     topk_ids: Tensor,
     topk_weights: Tensor,
     activation: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
 ) -> Tensor:
     checks.check_experts_memory(x, w_gate, w_up, w_down, None)
     out = x.new_empty(x.shape)
-    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, None)
+    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, None, b_gate, b_up, b_down)
     _on_device_of(x, launch_experts, *arguments)
     return out
 
@@ -68,9 +72,12 @@ def _fused_experts_cpu(
     topk_ids: Tensor,
     topk_weights: Tensor,
     activation: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
 ) -> Tensor:
     checks.check_experts_memory(x, w_gate, w_up, w_down, None)
-    return reference.experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation)
+    return reference.experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, b_gate, b_up, b_down)
 
 
 def _fused_experts_out_cuda(
@@ -81,6 +88,9 @@ def _fused_experts_out_cuda(
     topk_ids: Tensor,
     topk_weights: Tensor,
     activation: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     out: Tensor,
     workspace: Tensor | None = None,
@@ -88,7 +98,7 @@ def _fused_experts_out_cuda(
     checks.check_experts_memory(x, w_gate, w_up, w_down, out)
     if workspace is not None:
         checks.check_workspace_memory(workspace, x, w_gate, topk_ids, out)
-    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, workspace)
+    arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, workspace, b_gate, b_up, b_down)
     _on_device_of(x, launch_experts, *arguments)
 
 
@@ -100,6 +110,9 @@ def _fused_experts_out_cpu(
     topk_ids: Tensor,
     topk_weights: Tensor,
     activation: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     out: Tensor,
     workspace: Tensor | None = None,
@@ -107,7 +120,7 @@ def _fused_experts_out_cpu(
     checks.check_experts_memory(x, w_gate, w_up, w_down, out)
     if workspace is not None:
         checks.check_workspace_memory(workspace, x, w_gate, topk_ids, out)
-    out.copy_(reference.experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation))
+    out.copy_(reference.experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, b_gate, b_up, b_down))
 
 
 def _plan_routing_cuda(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,15 +47,21 @@ def locate(kind: type, attribute: str | None = None) -> str:
     return kind.__qualname__
 
 
-def _fail(kind: type, attribute: str, problem: str, change: str) -> NoReturn:
+def _fail(kind: type, attribute: str | None, problem: str, change: str) -> NoReturn:
     raise EpilogueError(f"{locate(kind, attribute)}: {problem}: {change}")
 
 
 def _check_part(part: Epilogue) -> None:
     kind = type(part)
-    owned = {name for owner in kind.__mro__ if owner is not Epilogue for name in vars(owner).get("__annotations__", {})}
-    if not is_dataclass(kind) or owned - set(vars(kind).get("__dataclass_fields__", owned)):
-        _fail(kind, kind.__name__, f"class {kind.__name__} has fields", "put @dataclass(frozen=True) above it")
+    annotated = {
+        name
+        for owner in kind.__mro__
+        if owner is not Epilogue
+        for name, annotation in vars(owner).get("__annotations__", {}).items()
+        if "ClassVar" not in str(annotation)
+    }
+    if annotated - {declared.name for declared in fields(part)}:
+        _fail(kind, None, f"class {kind.__name__} has fields", "put @dataclass(frozen=True) above it")
     for attribute in ("accumulators", "results"):
         value = getattr(part, attribute)
         if value not in (1, 2):

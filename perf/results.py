@@ -11,7 +11,7 @@ from typing import Any
 
 from perf import PerfError
 
-SCHEMA = "cutlass_moe.perf/2"
+SCHEMA = "cutlass_moe.perf/3"
 RECORD_ROUNDS = 10  # of the check, for a result to stand in perf/results/<device>
 ROOT = Path(__file__).with_name("results")
 
@@ -161,6 +161,9 @@ class RunResult:
 def to_json(result: RunResult) -> dict[str, Any]:
     document = asdict(result)
     for case in document["cases"]:
+        # {name: ms}, as readers of the record expect; the rest of each step beside it.
+        case["step_details"] = {name: dict(step) for name, step in case["steps"].items()}
+        case["steps"] = {name: step.pop("ms") for name, step in case["step_details"].items()}
         for name in ("batch", "seq"):  # only where the case has them
             if case[name] is None:
                 del case[name]
@@ -186,9 +189,11 @@ def from_json(document: Any, source: str) -> RunResult:
 
 
 def _case(case: dict[str, Any]) -> CaseResult:
-    steps = {name: StepResult(**step) for name, step in case["steps"].items()}
+    details = case["step_details"]
+    steps = {name: StepResult(ms=ms, **details[name]) for name, ms in case["steps"].items()}
     peers = {name: PeerResult(**peer) for name, peer in case["peers"].items()}
-    return CaseResult(**{**case, "steps": steps, "peers": peers})
+    rest = {name: value for name, value in case.items() if name != "step_details"}
+    return CaseResult(**{**rest, "steps": steps, "peers": peers})
 
 
 def save(result: RunResult, path: Path) -> None:
