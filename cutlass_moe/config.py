@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ def token_bytes(epilogue: Epilogue, *dtypes: str) -> int:
     return 64 // epilogue.accumulators * element + STORE_PAD_BYTES
 
 
+_CONFIG_NAME = re.compile(r"(\d+)x(\d+(?:_\d+)*)_c(\d+)(_pp)?")
+
+
 def route_chunks(slots: int) -> int:
     """Number of CTAs that rank `slots` (token, slot) pairs: the extent C of `route`'s scratch `chunk_counts_CE`."""
     return max(1, min(MAX_CHUNKS, -(-slots // CHUNK_SLOTS)))
@@ -49,6 +53,16 @@ class GemmConfig:
     token_widths: tuple[int, ...]
     cluster: int
     ping_pong: bool = False
+
+    @classmethod
+    def from_name(cls, name: str) -> GemmConfig:
+        """The configuration of this `name`. Raises ValueError where it is none."""
+        match = _CONFIG_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} is no GEMM configuration; one is 128x64_96_128_c2 or 128x64_96_c2_pp")
+        features, widths, cluster, ping_pong = match.groups()
+        token_widths = tuple(int(width) for width in widths.split("_"))
+        return cls(int(features), token_widths, int(cluster), ping_pong is not None)
 
     @property
     def tile_tokens(self) -> int:

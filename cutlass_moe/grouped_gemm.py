@@ -127,7 +127,7 @@ def launch_grouped_gemm(
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) > 1 else None,
         expert_offsets_E1,
-        tuple(map(_canonical, epilogue_arguments)) or None,
+        tuple(map(canonical_argument, epilogue_arguments)) or None,
         row_index_M,
         checks.canonical_strides(out),
         early,
@@ -135,5 +135,5 @@ def launch_grouped_gemm(
     )
 
 
-def _canonical(argument: Tensor | float) -> Tensor | float:
+def canonical_argument(argument: Tensor | float) -> Tensor | float:
     return checks.canonical_strides(argument) if isinstance(argument, Tensor) else argument

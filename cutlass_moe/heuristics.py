@@ -1,21 +1,34 @@
-"""Which GEMM configuration for which shape. Chosen by measurement on an H200: docs/performance.md."""
+"""Which GEMM configuration for which shape: looks it up in `gemm_table.json`, which `python -m perf tune` writes.
+
+    {"schema": ..., "device": ..., "commit": ..., "date": ..., "entries": [
+      {"accumulators": 2, "features": 49152, "reduction": 8192, "choices": [[16, "128x16_32_c2"], [null, "..."]]}, ...]}
+
+An entry is one measured shape: `features` weight rows of an expert (gate and up together) and the reduction dimension.
+A choice is the most rows an expert has on average, and a `GemmConfig.name`; the last one has no limit. A shape that was
+not measured takes the entry of the nearest one.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from cutlass_moe.config import GemmConfig
 
-# A kernel holds several token widths and takes, tile by tile, the narrowest that fits. Routed counts spread by about
-# 3 * sqrt(mean) around the mean, so a configuration's widest tile lies above its range.
-_FEW = GemmConfig(128, (16, 32), cluster=2)
-_SOME = GemmConfig(128, (16, 32, 48, 64, 80, 96), cluster=2)
-_MORE = GemmConfig(128, (64, 80, 96, 112, 128, 144, 160, 176, 192), cluster=2, ping_pong=True)
-_FULL = GemmConfig(128, (64, 128, 160, 192, 208, 224, 240, 256, 272, 288), cluster=2)
+TABLE = Path(__file__).with_name("gemm_table.json")
 
-CONFIGS = (_FEW, _SOME, _MORE, _FULL)
+_ENTRIES: list[dict[str, Any]] = json.loads(TABLE.read_text())["entries"]
 
-_BY_MEAN_ROWS = ((6, _FEW), (72, _SOME), (200, _MORE), (math.inf, _FULL))
+# Every configuration that the table names, the narrowest first.
+CONFIGS = tuple(
+    sorted(
+        {GemmConfig.from_name(name) for entry in _ENTRIES for _, name in entry["choices"]},
+        key=lambda config: (config.tile_tokens, config.name),
+    )
+)
 
 
 def choose_gemm_config(rows: int, experts: int, features: int, reduction: int, accumulators: int) -> GemmConfig:
@@ -28,4 +41,18 @@ def choose_gemm_config(rows: int, experts: int, features: int, reduction: int, a
         reduction: K.
         accumulators: of the epilogue.
     """
-    return next(config for most, config in _BY_MEAN_ROWS if rows <= most * experts)
+    return GemmConfig.from_name(look_up(_ENTRIES, accumulators, features, reduction, rows / experts))
+
+
+def look_up(
+    entries: Sequence[dict[str, Any]], accumulators: int, features: int, reduction: int, rows_per_expert: float
+) -> str:
+    """The name that these entries give: of the shape's entry or of the nearest, by the logarithms of features and
+    reduction, among those of as many accumulators."""
+
+    def distance(entry: dict[str, Any]) -> tuple[bool, float]:
+        apart = abs(math.log(entry["features"] / features)) + abs(math.log(entry["reduction"] / reduction))
+        return entry["accumulators"] != accumulators, apart
+
+    choices = min(entries, key=distance)["choices"]
+    return str(next(name for most, name in choices if most is None or rows_per_expert <= most))

@@ -1,32 +1,23 @@
 """From measured GEMM times to the table that the library's heuristic reads. No GPU, no torch.
 
-The table (`cutlass_moe/gemm_table.json`):
-
-    {"schema": "cutlass_moe.gemm_table/1", "device": ..., "commit": ..., "date": ..., "entries": [
-      {"accumulators": 2, "features": 49152, "reduction": 8192,
-       "choices": [[16, "128x16_32_c2"], [112, "..."], [null, "..."]]}, ...]}
-
-An entry is one shape of a grouped GEMM: `features` weight rows of an expert (gate and up together), `reduction` its
-K. A choice is the most rows an expert has on average, and a `GemmConfig.name`; the last one has no limit. A shape
-that was not measured takes the entry of the nearest one (`nearest_entry`).
+Its form is that of `cutlass_moe.heuristics`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cutlass_moe import heuristics
 from cutlass_moe.config import GemmConfig
 from perf import PerfError
 
 SCHEMA = "cutlass_moe.gemm_table/1"
-TABLE = Path(__file__).parents[1] / "cutlass_moe" / "gemm_table.json"
-_NAME = re.compile(r"(\d+)x(\d+(?:_\d+)*)_c(\d+)(_pp)?")
+TABLE = heuristics.TABLE
 
 
 @dataclass(frozen=True, order=True)
@@ -57,12 +48,10 @@ def config_from_name(name: str) -> GemmConfig:
     Raises:
         PerfError: not such a name.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise PerfError(f"{name!r} is no GEMM configuration; one is 128x64_96_128_c2 or 128x64_96_c2_pp")
-    features, widths, cluster, ping_pong = match.groups()
-    token_widths = tuple(int(width) for width in widths.split("_"))
-    return GemmConfig(int(features), token_widths, int(cluster), ping_pong is not None)
+    try:
+        return GemmConfig.from_name(name)
+    except ValueError as error:
+        raise PerfError(str(error)) from None
 
 
 def shortlist(points: Sequence[Point], tolerance: float) -> list[str]:
@@ -124,21 +113,9 @@ def make_entries(points: Sequence[Point], tolerance: float) -> list[dict[str, An
     return entries
 
 
-def nearest_entry(entries: Sequence[dict[str, Any]], shape: Shape) -> dict[str, Any]:
-    """The entry of the shape, or of the one nearest to it: by the logarithms of features and reduction, among those
-    of as many accumulators."""
-
-    def distance(entry: dict[str, Any]) -> tuple[bool, float]:
-        apart = abs(math.log(entry["features"] / shape.features)) + abs(math.log(entry["reduction"] / shape.reduction))
-        return entry["accumulators"] != shape.accumulators, apart
-
-    return min(entries, key=distance)
-
-
 def look_up(entries: Sequence[dict[str, Any]], shape: Shape, rows: float) -> str:
     """The name of the configuration that the table gives for `rows` rows per expert."""
-    choices = nearest_entry(entries, shape)["choices"]
-    return next(name for most, name in choices if most is None or rows <= most)
+    return heuristics.look_up(entries, shape.accumulators, shape.features, shape.reduction, rows)
 
 
 def describe_changes(
