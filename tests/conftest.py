@@ -144,7 +144,7 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         first: Tensor,
         second: Tensor | None,
         offsets: Tensor,
-        row_tensors: tuple[Tensor, ...] | None,
+        epilogue_arguments: tuple[Any, ...] | None,
         row_index: Tensor | None,
         out: Tensor,
         early: bool,
@@ -155,9 +155,12 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
         assert (row_index is not None) == spec.epilogue.scatter
         aligned(rows, *weights, out)
-        values = zip(spec.epilogue.tensors, row_tensors or (), strict=True)
-        tensors = {declared.name: value for declared, value in values}
-        reference.grouped_gemm(rows, weights, offsets, spec.epilogue, tensors, row_index, out)
+        arguments = epilogue_arguments or ()
+        names = [*(tensor.name for tensor in spec.epilogue.tensors), *spec.epilogue.scalars]
+        inputs = dict(zip(names, arguments, strict=False))
+        sides = arguments[len(names) :]
+        assert len(sides) == len(spec.epilogue.side_outputs)
+        reference.grouped_gemm(rows, weights, offsets, spec.epilogue, inputs, row_index, out, sides)
 
     def combine(y: Tensor, slot_row: Tensor, out: Tensor) -> None:
         aligned(y, out)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -460,3 +465,21 @@ def test_call_time_mistakes() -> None:
         call(Scale(), scale=torch.ones(()))
     with pytest.raises(TypeError, match=r"out must have dtype torch.float32, got torch.bfloat16"):
         cutlass_moe.grouped_gemm(rows, weight, offsets, epilogue=Cast("float32"), out=rows[:, :8])
+
+
+def test_the_example_of_the_docs(tmp_path: Path) -> None:
+    """Its files, as they stand in docs/epilogues.md, are built and run."""
+    pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    from cutlass_moe.__main__ import main
+
+    root = Path(__file__).resolve().parents[1]
+    module, script = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "epilogues.md").read_text(), re.S | re.M)
+    (tmp_path / "my_epilogues.py").write_text(module)
+    (tmp_path / "try_my_epilogues.py").write_text(script)
+    library = tmp_path / "my_library"
+    assert main(["build", "--module", str(tmp_path / "my_epilogues.py"), "--output", str(library), "--jobs", "1"]) == 0
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}", "CUTLASS_MOE_LIBRARY": str(library)}
+    command = [sys.executable, str(tmp_path / "try_my_epilogues.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cpu: right" in done.stdout

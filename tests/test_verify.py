@@ -11,7 +11,7 @@ import torch
 from cutlass_moe.aot.manifest import KernelEntry, json_form
 from cutlass_moe.aot.verify import WrongResult, check_kernel, verify
 from cutlass_moe.config import CombineSpec, GemmConfig, GemmSpec, KernelSpec, PermuteSpec, RouteSpec
-from epilogues import Identity, RoutingScale, SiluGate
+from epilogues import Bias, Identity, ResidualAdd, RoutingScale, RowAbsMax, Scale, SiluGate, StorePreActivation
 
 CPU = torch.device("cpu")
 SMALL = GemmConfig(128, (16, 32), 2)
@@ -23,6 +23,8 @@ SPECS: list[KernelSpec] = [
     GemmSpec("bfloat16", SMALL, SiluGate()),
     GemmSpec("float16", SMALL, RoutingScale()),
     GemmSpec("bfloat16", SMALL, Identity()),
+    GemmSpec("bfloat16", SMALL, Bias(operands=2) | StorePreActivation() | SiluGate() | Scale() | RowAbsMax()),
+    GemmSpec("bfloat16", SMALL, Scale("expert") | ResidualAdd() | StorePreActivation(operands=1) | RoutingScale()),
 ]
 BY_NAME = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 Kernel = Callable[..., None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, why_not_implementable
 from cutlass_moe.heuristics import CONFIGS
-from epilogues import Identity, RoutingScale, SiluGate
+from epilogues import Bias, ClampedSwiglu, GeluGate, Identity, RoutingScale, SiluGate
 
 DTYPES = ("bfloat16", "float16")
 EPILOGUES = (SiluGate(), RoutingScale(), Identity())
+# What other models need: gpt-oss (both biases), and GELU. Their checkpoints are in bfloat16.
+BFLOAT16_EPILOGUES = (Bias(operands=2) | ClampedSwiglu(), Bias() | RoutingScale(), GeluGate("tanh"))
 
 
 def catalogue() -> list[KernelSpec]:
@@ -16,7 +18,7 @@ def catalogue() -> list[KernelSpec]:
         GemmSpec(dtype, config, epilogue)
         for config in reversed(CONFIGS)
         for dtype in DTYPES
-        for epilogue in EPILOGUES
+        for epilogue in (*EPILOGUES, *(BFLOAT16_EPILOGUES if dtype == "bfloat16" else ()))
         if why_not_implementable(config, epilogue) is None
     ]
     routes = [

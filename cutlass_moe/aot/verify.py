@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from cutlass_moe.config import (
     RouteSpec,
     route_chunks,
 )
+from cutlass_moe.epilogue_arguments import kernel_arguments, make_side_outputs, resolve_dtype, tensor_shape
+from epilogues import Epilogue, EpilogueTensor
 
 # Relative Frobenius error that one rounding of the output may make, with room for the special-function units.
 ROUNDING_ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 1e-5}
@@ -158,33 +161,71 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
     a_MK[-SPARE_ROWS:] = torch.nan
     shape = (len(counts_E), features, reduction)
     weights = [_normal(shape, dtype, generator, scale=reduction**-0.5) for _ in range(epilogue.accumulators)]
-    tensors = {
-        tensor.name: (torch.rand(rows, generator=generator, device=device) + 0.1).to(getattr(torch, tensor.dtype))
-        for tensor in epilogue.tensors
-    }
+    inputs = random_inputs(epilogue, rows, len(counts_E), features, dtype, generator)
     out_rows, row_index_M = rows, None
     if epilogue.scatter:
         out_rows = rows + SPARE_ROWS
         row_index_M = torch.randperm(out_rows, generator=generator, device=device)[:rows].to(torch.int32)
-    wide = torch.full((out_rows, features + 8), torch.nan, dtype=dtype, device=device)
+    out_dtype = resolve_dtype(epilogue.out_dtype, dtype)
+    wide = torch.full((out_rows, features + 8), torch.nan, dtype=out_dtype, device=device)
+    out = wide[:, :features]
+    sides = make_side_outputs(epilogue, out, dtype)
+    expected_sides = tuple(side.to(torch.float32, copy=True) for side in sides)
+    for declared, side, expected_side in zip(epilogue.side_outputs, sides, expected_sides, strict=True):
+        if not declared.row_absmax:
+            side.fill_(torch.nan)
+            expected_side.fill_(torch.nan)
     kernel(
         a_MK,
         weights[0],
         weights[1] if len(weights) > 1 else None,
         offsets_E1,
-        tuple(tensors.values()) or None,
+        kernel_arguments(epilogue, inputs, sides) or None,
         row_index_M,
-        wide[:, :features],
+        out,
         False,
         sm_count,
     )
     expected = torch.full((out_rows, features), torch.nan, device=device)
-    reference.grouped_gemm(a_MK, weights, offsets_E1, epilogue, tensors, row_index_M, expected)
+    reference.grouped_gemm(a_MK, weights, offsets_E1, epilogue, inputs, row_index_M, expected, expected_sides)
     unwritten = expected.isnan().all(dim=1)
     if not wide[:, features:].isnan().all() or not wide[unwritten].isnan().all():
         raise WrongResult("out: it wrote where it must not")
     where = f"experts of {min(counts_E)} to {max(counts_E)} rows"
-    return _require_close("out", where, wide[~unwritten, :features], expected[~unwritten])
+    error = _require_close("out", where, out[~unwritten], expected[~unwritten])
+    for declared, side, expected_side in zip(epilogue.side_outputs, sides, expected_sides, strict=True):
+        if declared.row_absmax:
+            _require_equal(declared.name, where, side, out.float().abs().amax(1).nan_to_num(0.0))
+            continue
+        if not side[unwritten].isnan().all():
+            raise WrongResult(f"{declared.name}: it wrote where it must not")
+        error = max(error, _require_close(declared.name, where, side[~unwritten], expected_side[~unwritten]))
+    return error
+
+
+def random_inputs(
+    epilogue: Epilogue, rows: int, experts: int, columns: int, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    """Tensors and scalars for a GEMM with this epilogue, by name, between 0.1 and 1.1, strided where that is allowed.
+
+    Args:
+        rows, experts, columns: M, E and N of the GEMM.
+        dtype: of its operands.
+    """
+
+    def uniform(declared: EpilogueTensor, *shape: int) -> Tensor:
+        values = torch.rand(shape, generator=generator, device=generator.device) + 0.1
+        return values.to(resolve_dtype(declared.dtype, dtype))
+
+    inputs: dict[str, Any] = dict.fromkeys(epilogue.scalars, 0.75)
+    for declared in epilogue.tensors:
+        if declared.broadcast == "expert_column":
+            inputs[declared.name] = uniform(declared, experts, 2 * columns)[:, ::2]
+        elif declared.broadcast == "full":
+            inputs[declared.name] = uniform(declared, rows, columns + 8)[:, :columns]
+        else:
+            inputs[declared.name] = uniform(declared, *tensor_shape(declared, rows, experts, columns))
+    return inputs
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:

@@ -13,7 +13,9 @@ import cutlass_moe
 from cutlass_moe import checks, reference
 from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.load import get_kernel
+from cutlass_moe.aot.verify import random_inputs
 from cutlass_moe.config import GemmSpec
+from cutlass_moe.epilogue_arguments import kernel_arguments
 from epilogues import Identity, RoutingScale, SiluGate
 
 GEMMS = [spec for spec in catalogue() if isinstance(spec, GemmSpec)]
@@ -76,7 +78,8 @@ def check_kernel(
     weights = random_weights(len(counts), features, reduction, dtype, epilogue.accumulators, layout)
     for weight in weights:
         weight[torch.tensor(counts, device="cuda") == 0] = torch.nan
-    row_weights = {t.name: torch.rand(rows, device="cuda") + 0.5 for t in epilogue.tensors}
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = random_inputs(epilogue, rows, len(counts), features, dtype, generator)
     row_index = None
     out_rows = rows
     if epilogue.scatter:
@@ -91,14 +94,14 @@ def check_kernel(
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) == 2 else None,
         offsets,
-        tuple(row_weights.values()) or None,
+        kernel_arguments(epilogue, inputs, ()) or None,
         row_index,
         checks.canonical_strides(out.tensor),
         early,
         sm_count,
     )
     expected = torch.full((out_rows, features), torch.nan, device="cuda")
-    reference.grouped_gemm(a_MK, weights, offsets, epilogue, row_weights, row_index, expected)
+    reference.grouped_gemm(a_MK, weights, offsets, epilogue, inputs, row_index, expected)
     written = expected[:, 0].isfinite()
     assert int(written.sum()) == kept
     assert_gemm_close(out.tensor[written], expected[written])
@@ -135,12 +138,14 @@ def check_all_empty(spec: GemmSpec, experts: int, guarded: Any) -> None:
     dtype = getattr(torch, spec.dtype)
     weights = random_weights(experts, 64, 64, dtype, spec.epilogue.accumulators, "separate")
     out = guarded((UNUSED_ROWS, 64), dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = random_inputs(spec.epilogue, UNUSED_ROWS, experts, 64, dtype, generator)
     get_kernel(spec)(
         torch.full((UNUSED_ROWS, 64), torch.nan, dtype=dtype, device="cuda"),
         weights[0],
         weights[1] if len(weights) == 2 else None,
         offsets_of([0] * experts),
-        tuple(torch.ones(UNUSED_ROWS, device="cuda") for _ in spec.epilogue.tensors) or None,
+        kernel_arguments(spec.epilogue, inputs, ()) or None,
         torch.arange(UNUSED_ROWS, dtype=torch.int32, device="cuda") if spec.epilogue.scatter else None,
         out.tensor,
         False,
