@@ -19,7 +19,7 @@ BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
-MAX_ACCUMULATOR_REGISTERS = 192  # of the 232 that a consumer thread has
+MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
 def token_bytes(epilogue: Epilogue, *dtypes: str) -> int:

@@ -17,8 +17,8 @@ from cutlass_moe.config import CONSUMERS, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
 WGMMA_K = 16
 EVICT_FIRST = 0x12F0000000000000  # L2 policy of the weights: a stream that must not push the activations out
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
@@ -32,8 +32,8 @@ class GroupedGemm:
 
     | warpgroup | registers | does |
     |---|---|---|
-    | 0 (its warp 0) | 40 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA |
-    | 1 and 2 | 232 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
+    | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA |
+    | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
     Pipelines: one ring of `stages` shared-memory stages. `full[s]` counts the producer's arrival and the TMA bytes;
