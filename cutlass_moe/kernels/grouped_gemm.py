@@ -91,10 +91,8 @@ class GroupedGemm:
                 has none. A side output is [rows, values, N], or fp32 [rows].
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
-            early: the weights, and the offsets, were complete before the previous kernel on the stream started,
-            which is
-                one of this library's. (A kernel here lets its successor start only when its own predecessor is
-                complete.)
+            early: the weights, and the offsets, were complete before the previous kernel on the stream started. It is
+                one of this library's: those let a successor start only when their own predecessor is complete.
             sm_count: multiprocessors of the device.
         """
         self.dtype = rows_MK.element_type
