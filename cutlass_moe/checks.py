@@ -28,7 +28,8 @@ ID_DTYPES = (torch.int32, torch.int64)
 ROUTING_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16  # what the TMA asks of addresses and strides
 ALIGNMENT_ELEMENTS = 8  # the same in bf16 or fp16; gate and up rows also interleave in groups of 8
-MAX_ROWS = 2**31 - 1024  # row numbers are int32 in the kernels, and a tile may reach past the last row
+# Row numbers are int32 in the kernels, and so is (rows / 16) * tiles, which overflows first: all rows on one expert.
+MAX_ROWS = 2**21
 MAX_STRIDE_BYTES = 2**40  # strides in a TMA tensor map are below this
 
 

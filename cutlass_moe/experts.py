@@ -48,7 +48,7 @@ def fused_experts(
         w_gate, w_up: [E, I, H] of x's dtype and with equal strides, each expert's rows 16-byte aligned, I a
             multiple of 8. They may be views of one tensor or separate allocations.
         w_down: [E, H, I], likewise.
-        topk_ids: int32 or int64 [..., K]. An id outside [0, E) drops its slot.
+        topk_ids: int32 or int64 [..., K], at most 2^21 of them. An id outside [0, E) drops its slot.
         topk_weights: float32, bfloat16 or float16 [..., K].
         activation: "silu"; "gelu" (erf), "gelu_tanh"; "clamped_swiglu", also called "swiglu_oai", as in gpt-oss; or an
             `epilogues.Epilogue` that takes a gate and an up value (for one of a caller's own see docs/epilogues.md).
