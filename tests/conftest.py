@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,3 +236,21 @@ def library(tmp_path: Path, c_compiler: Compiler, monkeypatch: pytest.MonkeyPatc
     load.reset()
     yield directory
     load.reset()
+
+
+@pytest.fixture
+def tiny() -> Any:
+    """A layer small enough for any CPU, with two cases of equal T and different atol."""
+    # Here: the GPU tests use this file, too, where only the installed package and the tests are.
+    from perf.workloads import Case, get_workload
+
+    return replace(
+        get_workload("jamba_large"),
+        name="tiny",
+        hidden=64,
+        intermediate=32,
+        experts=6,
+        prefill_cases=(Case(5, 0.05), Case(3, 0.05, batch=1, seq=3), Case(5, 0.01)),
+        recorded_prefill_ms={"other": {5: 1.5}},
+        stock_gemms=((1, 2.0, 1.0), (3, 4.0, 2.0)),
+    )

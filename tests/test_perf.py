@@ -30,21 +30,6 @@ B200 = Roofs(read_TBps=7.667, dense_TFLOPs=1811)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def tiny() -> Workload:
-    """A layer small enough for any CPU, with two cases of equal T and different atol."""
-    return replace(
-        get_workload("jamba_large"),
-        name="tiny",
-        hidden=64,
-        intermediate=32,
-        experts=6,
-        prefill_cases=(Case(5, 0.05), Case(3, 0.05, batch=1, seq=3), Case(5, 0.01)),
-        recorded_prefill_ms={"other": {5: 1.5}},
-        stock_gemms=((1, 2.0, 1.0), (3, 4.0, 2.0)),
-    )
-
-
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator(CPU).manual_seed(seed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,9 @@ from perf.peers.torch_layers import TorchGroupedMm
 from perf.results import RunResult
 from perf.roofline import Roofs
 from perf.timing import Captured
-from perf.workloads import Case, Inputs, Workload, get_workload
+from perf.workloads import Inputs, Workload
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def tiny() -> Workload:
-    """A layer small enough for any CPU, with two cases of equal T and different atol."""
-    return replace(
-        get_workload("jamba_large"),
-        name="tiny",
-        hidden=64,
-        intermediate=32,
-        experts=6,
-        prefill_cases=(Case(5, 0.05), Case(3, 0.05, batch=1, seq=3), Case(5, 0.01)),
-        recorded_prefill_ms={"other": {5: 1.5}},
-        stock_gemms=((1, 2.0, 1.0), (3, 4.0, 2.0)),
-    )
 
 
 class FakeStopwatch:
