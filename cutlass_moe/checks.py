@@ -169,6 +169,7 @@ def check_grouped_gemm(
     expert_offsets_E1: Tensor,
     epilogue: Epilogue,
     tensors: dict[str, Any],
+    source_index: Tensor | None,
     row_index: Tensor | None,
     out: Tensor | None,
 ) -> None:
@@ -180,12 +181,18 @@ def check_grouped_gemm(
     rows, reduction = a_MK.shape
     _check_multiple_of_8("a", "K", reduction)
     _check_rows("a", a_MK)
+    if source_index is not None:
+        _check_tensor("source_index", source_index, "M", (torch.int32,), a_MK.device)
+        _check_contiguous("source_index", source_index)
+        if rows == 0 and source_index.shape[0] > 0:
+            raise ValueError(f"a must have rows for source_index to take, got {_list(a_MK.shape)}")
+        rows = source_index.shape[0]
     _check_row_count(rows)
     _check_operands(a_MK, weights, epilogue)
     _check_tensor("expert_offsets", expert_offsets_E1, "E + 1", (torch.int32,), a_MK.device)
     _check_shape("expert_offsets", expert_offsets_E1, "E + 1", (weights[0].shape[0] + 1,))
     _check_contiguous("expert_offsets", expert_offsets_E1)
-    _check_epilogue_tensors(a_MK, weights[0], epilogue, tensors)
+    _check_epilogue_tensors(a_MK, rows, weights[0], epilogue, tensors)
     if epilogue.scatter:
         if row_index is None:
             raise ValueError(f"row_index must be given: epilogue {epilogue.name} stores each row at its index")
@@ -428,11 +435,13 @@ def _check_operands(a_MK: Tensor, weights: Sequence[Tensor], epilogue: Epilogue)
         _check_equal_strides(weights[0], weights[1], ("b[0]", "b[1]"))
 
 
-def _check_epilogue_tensors(a_MK: Tensor, weight: Tensor, epilogue: Epilogue, tensors: dict[str, Any]) -> None:
+def _check_epilogue_tensors(
+    a_MK: Tensor, rows: int, weight: Tensor, epilogue: Epilogue, tensors: dict[str, Any]
+) -> None:
     expected = [*(tensor.name for tensor in epilogue.tensors), *epilogue.scalars]
     if sorted(tensors) != sorted(expected):
         raise ValueError(f"tensors must hold {expected} for epilogue {epilogue.name}, got {sorted(tensors)}")
-    extents = (a_MK.shape[0], weight.shape[0], weight.shape[1])
+    extents = (rows, weight.shape[0], weight.shape[1])
     for declared in epilogue.tensors:
         name = f"tensors[{declared.name!r}]"
         tensor = tensors[declared.name]

@@ -19,6 +19,7 @@ BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
+GATHER_WARPS = 4  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
@@ -28,7 +29,8 @@ def token_bytes(epilogue: Epilogue, *dtypes: str) -> int:
     return 64 // epilogue.accumulators * element + STORE_PAD_BYTES
 
 
-_CONFIG_NAME = re.compile(r"(\d+)x(\d+(?:_\d+)*)_c(\d+)(_pp)?")
+GATHER_SUFFIX = "_g"  # of the names of configurations that gather
+_CONFIG_NAME = re.compile(rf"(\d+)x(\d+(?:_\d+)*)_c(\d+)(_pp)?({GATHER_SUFFIX})?")
 
 
 def route_chunks(slots: int) -> int:
@@ -47,12 +49,14 @@ class GemmConfig:
         cluster: CTAs along the weight rows that share one token tile by TMA multicast: 1 or 2.
         ping_pong: False splits a tile's weight rows over the two consumer warpgroups; True gives them a tile each, in
             turns, so that the epilogue of one runs under the multiplication of the other.
+        gather: the kernel takes its rows from anywhere, by an index: one TMA load for each token and stage.
     """
 
     tile_features: int
     token_widths: tuple[int, ...]
     cluster: int
     ping_pong: bool = False
+    gather: bool = False
 
     @classmethod
     def from_name(cls, name: str) -> GemmConfig:
@@ -60,9 +64,9 @@ class GemmConfig:
         match = _CONFIG_NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is no GEMM configuration; one is 128x64_96_128_c2 or 128x64_96_c2_pp")
-        features, widths, cluster, ping_pong = match.groups()
+        features, widths, cluster, ping_pong, gather = match.groups()
         token_widths = tuple(int(width) for width in widths.split("_"))
-        return cls(int(features), token_widths, int(cluster), ping_pong is not None)
+        return cls(int(features), token_widths, int(cluster), ping_pong is not None, gather is not None)
 
     @property
     def tile_tokens(self) -> int:
@@ -71,12 +75,15 @@ class GemmConfig:
     @property
     def token_box(self) -> int:
         """Rows of one TMA load of tokens by one CTA; a tile loads as many boxes as its tokens need."""
+        if self.gather:
+            return 1
         return 16 if self.tile_tokens <= 96 else 32
 
     @property
     def name(self) -> str:
         widths = "_".join(map(str, self.token_widths))
-        return f"{self.tile_features}x{widths}_c{self.cluster}" + ("_pp" if self.ping_pong else "")
+        flags = ("_pp" if self.ping_pong else "") + (GATHER_SUFFIX if self.gather else "")
+        return f"{self.tile_features}x{widths}_c{self.cluster}{flags}"
 
     @property
     def consumer_blocks(self) -> int:
@@ -196,6 +203,9 @@ def why_not_implementable(config: GemmConfig, epilogue: Epilogue) -> str | None:
         return f"token_widths must be multiples of 8, and of 16 beyond 256 (two instructions of half), got {widths}"
     if config.tile_tokens % ROW_GRANULE:
         return f"the largest token width must be a multiple of {ROW_GRANULE}, got {config.tile_tokens}"
+    if config.gather and config.tile_tokens > 32 * GATHER_WARPS * config.cluster:
+        most = 32 * GATHER_WARPS * config.cluster
+        return f"gather with a cluster of {config.cluster} takes tiles of at most {most} tokens, got {config.tile_tokens}"
     if config.accumulator_registers > MAX_ACCUMULATOR_REGISTERS:
         return (
             f"{config.name} needs {config.accumulator_registers} accumulator registers a thread; "

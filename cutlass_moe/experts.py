@@ -10,7 +10,7 @@ from torch import Tensor
 from cutlass_moe import checks, dlpack
 from cutlass_moe.activations import activation_key, down_epilogue, gate_epilogue
 from cutlass_moe.combine import launch_combine
-from cutlass_moe.grouped_gemm import launch_grouped_gemm
+from cutlass_moe.grouped_gemm import gathers, launch_grouped_gemm
 from cutlass_moe.permutation import launch_permute
 from cutlass_moe.routing import launch_route
 from cutlass_moe.workspace import allocate
@@ -162,14 +162,18 @@ def launch_experts(
         return
     experts, intermediate, hidden = w_gate_EIH.shape
     buffers = allocate(x_TH, tokens, top_k, hidden, intermediate, experts, workspace)
-    offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE, x_MH, h_MI = buffers
-    launch_route(topk_ids_TK, topk_weights_TK, offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE)
-    launch_permute(x_TH, slot_row_TK, x_MH)
+    offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE, x_MH, h_MI = buffers
+    launch_route(topk_ids_TK, topk_weights_TK, *buffers[:6])
     gate = gate_epilogue(activation, b_gate_EI is not None)
     gate_biases = () if b_gate_EI is None or b_up_EI is None else (b_gate_EI, b_up_EI)
     down = down_epilogue(b_down_EH is not None)
     row_values = (row_weight_M,) if b_down_EH is None else (b_down_EH, row_weight_M)
-    launch_grouped_gemm(x_MH, (w_gate_EIH, w_up_EIH), offsets_E1, gate, gate_biases, None, h_MI, early=True)
+    gate_up = (w_gate_EIH, w_up_EIH)
+    if gathers(x_TH.dtype, tokens * top_k, experts, 2 * intermediate, hidden, gate):
+        launch_grouped_gemm(x_TH, row_token_M, gate_up, offsets_E1, gate, gate_biases, None, h_MI)
+    else:
+        launch_permute(x_TH, slot_row_TK, x_MH)
+        launch_grouped_gemm(x_MH, None, gate_up, offsets_E1, gate, gate_biases, None, h_MI, early=True)
     y_MH = x_MH  # GEMM 1 was its last reader
-    launch_grouped_gemm(h_MI, (w_down_EHI,), offsets_E1, down, row_values, row_slot_M, y_MH, early=True)
+    launch_grouped_gemm(h_MI, None, (w_down_EHI,), offsets_E1, down, row_values, row_slot_M, y_MH, early=True)
     launch_combine(y_MH, slot_row_TK, out_TH)

@@ -67,12 +67,14 @@ def _multiply(a_MK: Tensor, weight_NK: Tensor) -> Tensor:
         return a_MK.float() @ weight_NK.float().T
 
 
-def route(ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def route(
+    ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Stable counting sort of the slots by expert id; ids outside [0, num_experts) drop their slot.
 
     Returns:
-        `expert_offsets_E1` int32, `row_slot_M` int32, `slot_row_TK` int32 (-1 for a dropped slot) and, where
-        weights are given, `row_weight_M` float32. Rows past the last kept one hold -1 and weight 0.
+        `expert_offsets_E1` int32, `row_slot_M` int32, `row_token_M` int32, `slot_row_TK` int32 (-1 for a dropped slot)
+        and, where weights are given, `row_weight_M` float32. Rows past the last kept one hold -1 and weight 0.
     """
     ids_M = ids_TK.reshape(-1)
     kept_M = (ids_M >= 0) & (ids_M < num_experts)
@@ -83,14 +85,16 @@ def route(ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> tuple[
     expert_offsets_E1[1:] = counts_E.cumsum(0)
     rows = int(expert_offsets_E1[-1])
     row_slot_M = slot_M.to(torch.int32)
+    row_token_M = row_slot_M // ids_TK.shape[1]
     row_slot_M[rows:] = -1
+    row_token_M[rows:] = -1
     slot_row_M = torch.full_like(row_slot_M, -1)
     slot_row_M[slot_M[:rows]] = torch.arange(rows, dtype=torch.int32, device=ids_TK.device)
     row_weight_M = None
     if weights_TK is not None:
         row_weight_M = weights_TK.reshape(-1).float()[slot_M]
         row_weight_M[rows:] = 0
-    return expert_offsets_E1, row_slot_M, slot_row_M.view(ids_TK.shape), row_weight_M
+    return expert_offsets_E1, row_slot_M, row_token_M, slot_row_M.view(ids_TK.shape), row_weight_M
 
 
 def permute(x_TH: Tensor, slot_row_TK: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ def experts(
     b_down_EH: Tensor | None = None,
 ) -> Tensor:
     """The layer from the steps above: the CPU implementation of `fused_experts`."""
-    offsets_E1, row_slot_M, slot_row_TK, row_weight_M = route(topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0])
+    offsets_E1, row_slot_M, _, slot_row_TK, row_weight_M = route(topk_ids_TK, topk_weights_TK, w_gate_EIH.shape[0])
     assert row_weight_M is not None
     x_MH = permute(x_TH, slot_row_TK)
     h_MI = x_TH.new_empty(x_MH.shape[0], w_gate_EIH.shape[1])

@@ -22,6 +22,7 @@ class RoutingPlan(NamedTuple):
             number of kept slots.
         row_slot_M: int32 [M], the slot of each row; within an expert, rows are in slot order. Unspecified
             from row `[E]` on.
+        row_token_M: int32 [M], the token of each row. Unspecified from row `[E]` on.
         slot_row_TK: int32 [T, K], the row of each slot, -1 where the slot is dropped.
         row_weight_M: float32 [M], the routing weight of each row, or None. Unspecified from row `[E]` on.
         num_experts: E.
@@ -29,6 +30,7 @@ class RoutingPlan(NamedTuple):
 
     expert_offsets_E1: Tensor
     row_slot_M: Tensor
+    row_token_M: Tensor
     slot_row_TK: Tensor
     row_weight_M: Tensor | None
     num_experts: int
@@ -55,8 +57,7 @@ def plan_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None
         topk_ids = topk_ids.reshape(tokens, top_k)
         topk_weights = None if topk_weights is None else topk_weights.reshape(tokens, top_k)
     *tables, row_weight_M = torch.ops.cutlass_moe.plan_routing(topk_ids, topk_weights, num_experts)
-    offsets_E1, row_slot_M, slot_row_TK = tables
-    return RoutingPlan(offsets_E1, row_slot_M, slot_row_TK, None if topk_weights is None else row_weight_M, num_experts)
+    return RoutingPlan(*tables, None if topk_weights is None else row_weight_M, num_experts)
 
 
 @lru_cache
@@ -73,31 +74,28 @@ def launch_route(
     topk_weights_TK: Tensor | None,
     expert_offsets_E1: Tensor,
     row_slot_M: Tensor,
+    row_token_M: Tensor,
     slot_row_TK: Tensor,
     row_weight_M: Tensor | None,
     chunk_counts_CE: Tensor,
 ) -> None:
     """Routes checked CUDA tensors with T * K > 0 into the tensors of a `RoutingPlan`, through scratch of C chunks."""
-    # Ids and weights may be strided (a slice of a wider top-k): a copy of so little costs less than kernels
-    # that take strides.
-    ids_M = topk_ids_TK.ravel()
-    weights_M = None if topk_weights_TK is None else topk_weights_TK.ravel()
-    kernel = _route_kernel(ids_M.dtype, None if weights_M is None else weights_M.dtype)
-    slot_row_M = slot_row_TK.ravel()  # contiguous: a view
-    kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
+    kernel = _route_kernel(topk_ids_TK.dtype, None if topk_weights_TK is None else topk_weights_TK.dtype)
+    tables = (expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE)
+    kernel(topk_ids_TK, topk_weights_TK, *tables)
 
 
 def launch_plan(
     topk_ids_TK: Tensor, topk_weights_TK: Tensor | None, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Routes checked CUDA tensors with T * K > 0. Returns the tensors of a `RoutingPlan`."""
     slots = topk_ids_TK.numel()
     expert_offsets_E1 = topk_ids_TK.new_empty(num_experts + 1, dtype=torch.int32)
     row_slot_M = topk_ids_TK.new_empty(slots, dtype=torch.int32)
+    row_token_M = topk_ids_TK.new_empty(slots, dtype=torch.int32)
     slot_row_TK = topk_ids_TK.new_empty(topk_ids_TK.shape, dtype=torch.int32)
     row_weight_M = None if topk_weights_TK is None else topk_weights_TK.new_empty(slots, dtype=torch.float32)
     chunk_counts_CE = topk_ids_TK.new_empty((route_chunks(slots), num_experts), dtype=torch.int32)
-    launch_route(
-        topk_ids_TK, topk_weights_TK, expert_offsets_E1, row_slot_M, slot_row_TK, row_weight_M, chunk_counts_CE
-    )
-    return expert_offsets_E1, row_slot_M, slot_row_TK, row_weight_M
+    tables = (expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M)
+    launch_route(topk_ids_TK, topk_weights_TK, *tables, chunk_counts_CE)
+    return tables

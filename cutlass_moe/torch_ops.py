@@ -125,26 +125,27 @@ def _fused_experts_out_cpu(
 
 def _plan_routing_cuda(
     topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     checks.hopper_sm_count(topk_ids.device)
     if topk_ids.numel() == 0:
-        offsets_E1, row_slot_M, slot_row_TK, row_weight_M = _plan_routing_fake(topk_ids, topk_weights, num_experts)
-        return offsets_E1.zero_(), row_slot_M, slot_row_TK, row_weight_M
+        offsets_E1, *others = _plan_routing_fake(topk_ids, topk_weights, num_experts)
+        return offsets_E1.zero_(), *others
     return _with_row_weight(*_on_device_of(topk_ids, launch_plan, topk_ids, topk_weights, num_experts))
 
 
 def _plan_routing_cpu(
     topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _with_row_weight(*reference.route(topk_ids, topk_weights, num_experts))
 
 
 def _plan_routing_fake(
     topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots = topk_ids.numel()
     return (
         topk_ids.new_empty(num_experts + 1, dtype=torch.int32),
+        topk_ids.new_empty(slots, dtype=torch.int32),
         topk_ids.new_empty(slots, dtype=torch.int32),
         topk_ids.new_empty(topk_ids.shape, dtype=torch.int32),
         topk_ids.new_empty(0 if topk_weights is None else slots, dtype=torch.float32),
@@ -152,12 +153,12 @@ def _plan_routing_fake(
 
 
 def _with_row_weight(
-    offsets_E1: Tensor, row_slot_M: Tensor, slot_row_TK: Tensor, row_weight_M: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    offsets_E1: Tensor, row_slot_M: Tensor, row_token_M: Tensor, slot_row_TK: Tensor, row_weight_M: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """An operator can't return None: no routing weights are an empty tensor."""
     if row_weight_M is None:
         row_weight_M = offsets_E1.new_empty(0, dtype=torch.float32)
-    return offsets_E1, row_slot_M, slot_row_TK, row_weight_M
+    return offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M
 
 
 def _permute_cuda(x: Tensor, slot_row: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ _register(
 )
 _register(
     "plan_routing",
-    "(Tensor topk_ids, Tensor? topk_weights, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor topk_ids, Tensor? topk_weights, int num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cuda=_plan_routing_cuda,
     cpu=_plan_routing_cpu,
     fake=_plan_routing_fake,

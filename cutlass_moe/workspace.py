@@ -19,6 +19,7 @@ class Buffers(NamedTuple):
 
     expert_offsets_E1: Tensor
     row_slot_M: Tensor
+    row_token_M: Tensor
     slot_row_TK: Tensor
     row_weight_M: Tensor
     chunk_counts_CE: Tensor
@@ -89,13 +90,14 @@ def _layout(tokens: int, top_k: int, hidden: int, intermediate: int, experts: in
     shapes: tuple[tuple[int, ...], ...] = (
         (experts + 1,),
         (slots,),
+        (slots,),
         (tokens, top_k),
         (slots,),
         (route_chunks(slots), experts),
         (slots, hidden),
         (slots, intermediate),
     )
-    dtypes = (torch.int32, torch.int32, torch.int32, torch.float32, torch.int32, dtype, dtype)
+    dtypes = (torch.int32, torch.int32, torch.int32, torch.int32, torch.float32, torch.int32, dtype, dtype)
     sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True)]
     starts = accumulate((-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes), initial=0)
     *offsets, size = starts

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cutlass_moe import heuristics
-from cutlass_moe.config import GemmConfig
+from cutlass_moe.config import GATHER_SUFFIX, GemmConfig
 from perf import PerfError
 
 SCHEMA = "cutlass_moe.gemm_table/1"
@@ -98,24 +98,45 @@ def choose(points: Sequence[Point], names: Iterable[str], tolerance: float) -> l
 
 def make_entries(points: Sequence[Point], tolerance: float) -> list[dict[str, Any]]:
     """The table's entries from the measurements of any number of shapes."""
-    names = shortlist(points, tolerance)
+    plain = [_restricted(point, gather=False) for point in points]
+    names = shortlist(plain, tolerance)
+    gathered = {shape: _where_gather_wins(points, shape) for shape in {point.shape for point in points}}
+    gather_names = shortlist([point for won, _ in gathered.values() for point in won], tolerance)
     entries = []
-    for shape in sorted({point.shape for point in points}):
-        choices = choose([point for point in points if point.shape == shape], names, tolerance)
-        entries.append(
-            {
-                "accumulators": shape.accumulators,
-                "features": shape.features,
-                "reduction": shape.reduction,
-                "choices": [[None if most == math.inf else round(most, 2), name] for most, name in choices],
-            }
-        )
+    for shape in sorted(gathered):
+        entry = {"accumulators": shape.accumulators, "features": shape.features, "reduction": shape.reduction}
+        won, limit = gathered[shape]
+        kinds = {"choices": choose([point for point in plain if point.shape == shape], names, tolerance)}
+        if won:
+            *most, (_, last) = choose(won, gather_names, tolerance)
+            kinds["gather"] = [*most, (limit, last)]
+        for kind, choices in kinds.items():
+            entry[kind] = [[None if most == math.inf else round(most, 2), name] for most, name in choices]
+        entries.append(entry)
     return entries
 
 
+def _restricted(point: Point, *, gather: bool) -> Point:
+    """The point with the times of the configurations that gather, or of those that do not."""
+    times = {name: ms for name, ms in point.times_ms.items() if name.endswith(GATHER_SUFFIX) is gather}
+    return replace(point, times_ms=times)
+
+
+def _where_gather_wins(points: Sequence[Point], shape: Shape) -> tuple[list[Point], float]:
+    """The points, from the fewest rows on, at which the best that gathers beats the best that does not, with the
+    former's times only; and up to how many rows that goes."""
+    won: list[Point] = []
+    for point in sorted((point for point in points if point.shape == shape), key=lambda point: point.rows):
+        gather, plain = _restricted(point, gather=True), _restricted(point, gather=False)
+        if not gather.times_ms or gather.best_ms >= plain.best_ms:
+            return won, math.sqrt(won[-1].rows * point.rows) if won else 0.0
+        won.append(gather)
+    return won, math.inf
+
+
 def look_up(entries: Sequence[dict[str, Any]], shape: Shape, rows: float) -> str:
-    """The name of the configuration that the table gives for `rows` rows per expert."""
-    return heuristics.look_up(entries, shape.accumulators, shape.features, shape.reduction, rows)
+    """The name of the configuration that the table gives the layer for `rows` rows per expert."""
+    return heuristics.look_up(entries, shape.accumulators, shape.features, shape.reduction, rows, gather=True)
 
 
 def describe_changes(

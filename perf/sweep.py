@@ -28,9 +28,14 @@ CHECKED_EXPERTS = 4  # whose rows are compared with fp32; all rows are compared 
 
 @dataclass(frozen=True)
 class Problem:
-    """One GEMM of a layer on routed rows: `accumulators` 2 is gate and up, 1 is down."""
+    """One GEMM of a layer on routed rows: `accumulators` 2 is gate and up, 1 is down.
+
+    Gate and up start from the tokens, x_TH: a configuration that does not gather is timed with the permuted copy that
+    it needs, a_MK.
+    """
 
     accumulators: int
+    x_TH: torch.Tensor | None
     a_MK: torch.Tensor
     weights: tuple[torch.Tensor, ...]
     plan: cutlass_moe.RoutingPlan
@@ -40,12 +45,20 @@ class Problem:
     def features(self) -> int:
         return self.weights[0].shape[1] * len(self.weights)
 
-    def run(self) -> torch.Tensor:
+    def run(self, gather: bool) -> torch.Tensor:
         """The public call; which configuration it takes is `forced` around it."""
-        if self.accumulators == 2:
-            gate_up = (self.weights[0], self.weights[1])
-            offsets_E1 = self.plan.expert_offsets_E1
-            return cutlass_moe.grouped_gemm(self.a_MK, gate_up, offsets_E1, epilogue=EPILOGUES[2], out=self.out)
+        if self.x_TH is not None:
+            rows, source_index = self.x_TH, self.plan.row_token_M
+            if not gather:
+                rows, source_index = cutlass_moe.permute(self.x_TH, self.plan), None
+            return cutlass_moe.grouped_gemm(
+                rows,
+                (self.weights[0], self.weights[1]),
+                self.plan.expert_offsets_E1,
+                epilogue=EPILOGUES[2],
+                source_index=source_index,
+                out=self.out,
+            )
         return cutlass_moe.grouped_gemm(
             self.a_MK,
             self.weights[0],
@@ -83,9 +96,9 @@ def problems(workload: Workload, weights: Weights, tokens: int, generator: torch
     plan = cutlass_moe.plan_routing(inputs.topk_ids_TK, workload.experts, inputs.topk_weights_TK)
     x_MH = cutlass_moe.permute(inputs.x_TH, plan)
     rows = x_MH.shape[0]
-    yield Problem(2, x_MH, (weights.gate_EIH, weights.up_EIH), plan, x_MH.new_empty(rows, workload.intermediate))
+    yield Problem(2, inputs.x_TH, x_MH, (weights.gate_EIH, weights.up_EIH), plan, x_MH.new_empty(rows, workload.intermediate))
     h_MI = x_MH.new_empty(rows, workload.intermediate).normal_(generator=generator)
-    yield Problem(1, h_MI, (weights.down_EHI,), plan, x_MH.new_empty(rows, workload.hidden))
+    yield Problem(1, None, h_MI, (weights.down_EHI,), plan, x_MH.new_empty(rows, workload.hidden))
 
 
 @contextmanager
@@ -125,7 +138,7 @@ def sweep(
     for config in configs:
         try:
             with forced(config):
-                graph = Captured.of(problem.run)
+                graph = Captured.of(partial(problem.run, config.gather))
             problem.out.fill_(math.nan)
             graph.replay()
             if first is None:

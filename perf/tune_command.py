@@ -204,7 +204,7 @@ def show_table(file: TuneFile, tolerance: float, *, write: bool) -> None:
         raise PerfError("no configuration was timed, so there is no table to make")
     entries = gemm_table.make_entries(points, tolerance)
     changes = gemm_table.describe_changes(gemm_table.load_entries(TABLE), entries, points)
-    names = sorted({name for entry in entries for _, name in entry["choices"]})
+    names = sorted({name for entry in entries for _, name in (*entry["choices"], *entry.get("gather", ()))})
     print(f"the table: {len(entries)} shapes, {len(names)} configurations: {', '.join(names)}")
     print("\n".join(changes) if changes else f"{TABLE.name} would not change at any measured point")
     if write:

@@ -26,12 +26,12 @@ WIDEST, NARROWEST = 12.0, 0.2  # a sweep tries widest tiles of so many times the
 
 def default_space() -> list[GemmConfig]:
     """Every legal configuration of the ladders of token widths."""
-    return [config for config in _all() if all(is_legal(config, count) for count in EPILOGUES)]
+    return [config for config in _all() if all(is_legal(config, n) for n in EPILOGUES if n == 2 or not config.gather)]
 
 
 def _all() -> list[GemmConfig]:
-    parts = product((128, 256), LADDERS, (1, 2), (False, True))
-    return [GemmConfig(features, widths, cluster, ping_pong) for features, widths, cluster, ping_pong in parts]
+    parts = product((128, 256), LADDERS, (1, 2), (False, True), (False, True))
+    return [GemmConfig(*part) for part in parts]
 
 
 def named(names: Sequence[str]) -> list[GemmConfig]:
@@ -39,6 +39,9 @@ def named(names: Sequence[str]) -> list[GemmConfig]:
 
 
 def is_legal(config: GemmConfig, accumulators: int) -> bool:
+    """Whether there is such a kernel, and the layer has a use for it: GEMM 2's rows are grouped already."""
+    if config.gather and accumulators == 1:
+        return False
     return why_not_implementable(config, EPILOGUES[accumulators]) is None
 
 

@@ -121,16 +121,17 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         weights: Tensor | None,
         offsets: Tensor,
         row_slot: Tensor,
+        row_token: Tensor,
         slot_row: Tensor,
         row_weight: Tensor | None,
         chunk_counts: Tensor,
     ) -> None:
         experts = len(offsets) - 1
-        assert ids.is_contiguous() and chunk_counts.shape == (route_chunks(len(ids)), experts)
-        targets = (offsets, row_slot, slot_row, row_weight)
+        assert chunk_counts.shape == (route_chunks(ids.numel()), experts)
+        targets = (offsets, row_slot, row_token, slot_row, row_weight)
         results = reference.route(ids, weights, experts)
         kept = int(results[0][-1])
-        lengths = (experts + 1, kept, len(ids), kept)
+        lengths = (experts + 1, kept, kept, len(ids), kept)
         for target, result, length in zip(targets, results, lengths, strict=True):
             if target is not None and result is not None:
                 target[:length] = result[:length]
@@ -141,6 +142,7 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
 
     def gemm(
         rows: Tensor,
+        source_index: Tensor | None,
         first: Tensor,
         second: Tensor | None,
         offsets: Tensor,
@@ -154,6 +156,7 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         weights = (first,) if second is None else (first, second)
         assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
         assert (row_index is not None) == spec.epilogue.scatter
+        assert (source_index is not None) == spec.config.gather
         aligned(rows, *weights, out)
         arguments = epilogue_arguments or ()
         names = [*(tensor.name for tensor in spec.epilogue.tensors), *spec.epilogue.scalars]

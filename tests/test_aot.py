@@ -31,7 +31,7 @@ from cutlass_moe.aot.manifest import (
 )
 from cutlass_moe.aot.sass import Resources
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec
-from cutlass_moe.heuristics import CONFIGS
+from cutlass_moe.heuristics import configs_of
 from cutlass_moe.kernels import compiler
 from cutlass_moe.version import VERSION
 from epilogues import Epilogue, SiluGate
@@ -81,11 +81,11 @@ def test_changed_epilogue_rebuilds_exactly_its_kernels(
 ) -> None:
     monkeypatch.setattr(compiler, "kernel_sources", KERNEL_SOURCES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    specs: list[KernelSpec] = [COMBINE, GemmSpec("bfloat16", CONFIGS[0], SiluGate())]
+    specs: list[KernelSpec] = [COMBINE, GemmSpec("bfloat16", configs_of(2)[0], SiluGate())]
     for name in ("FirstOfTwo", "SecondOfTwo"):
         (tmp_path / f"{name.lower()}.py").write_text(EPILOGUE.format(name=name))
         epilogue = getattr(importlib.import_module(name.lower()), name)()
-        specs += [GemmSpec("bfloat16", config, epilogue) for config in CONFIGS[:2]]
+        specs += [GemmSpec("bfloat16", config, epilogue) for config in configs_of(2)[:2]]
     assert len(build.build(specs, tmp_path / "lib", jobs=1).compiled) == 6
     with (tmp_path / "secondoftwo.py").open("a") as source:
         source.write("# changed\n")
@@ -346,7 +346,7 @@ OtherSiluGate.__qualname__ = OtherSiluGate.__name__ = "SiluGate"
 
 
 def test_epilogue_of_the_same_name_is_not_used(library: Path, c_compiler: Any) -> None:
-    shipped, other = (GemmSpec("bfloat16", CONFIGS[0], epilogue) for epilogue in (SiluGate(), OtherSiluGate()))
+    shipped, other = (GemmSpec("bfloat16", configs_of(2)[0], epilogue) for epilogue in (SiluGate(), OtherSiluGate()))
     assert shipped.name == other.name and shipped != other
     build.build([shipped], library, jobs=1)
     opened = load.KernelLibrary(library)

@@ -49,11 +49,12 @@ def test_plan_is_a_stable_sort(ids: list[list[int]], id_dtype: torch.dtype) -> N
     counts = [sum(int(topk_ids.flatten()[slot]) == e for slot in kept) for e in range(E)]
     assert plan.expert_offsets_E1.tolist() == [sum(counts[:e]) for e in range(E + 1)]
     assert plan.row_slot_M[: len(kept)].tolist() == order
+    assert plan.row_token_M[: len(kept)].tolist() == [slot // topk_ids.shape[1] for slot in order]
     assert plan.row_weight_M is not None and plan.row_weight_M[: len(kept)].tolist() == order
     rows = {slot: row for row, slot in enumerate(order)}
     assert plan.slot_row_TK.flatten().tolist() == [rows.get(slot, -1) for slot in range(topk_ids.numel())]
     assert plan.slot_row_TK.shape == topk_ids.shape
-    assert {t.dtype for t in plan[:3] if isinstance(t, Tensor)} == {torch.int32}
+    assert {t.dtype for t in plan[:4] if isinstance(t, Tensor)} == {torch.int32}
 
 
 def test_plan_flattens_leading_dimensions_and_needs_no_weights(make_layer: Any) -> None:

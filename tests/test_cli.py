@@ -16,7 +16,7 @@ from cutlass_moe.aot.locations import MANIFEST_NAME
 from cutlass_moe.aot.manifest import json_form, read_manifest
 from cutlass_moe.aot.specs import SpecError, read_spec
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec
-from cutlass_moe.heuristics import CONFIGS
+from cutlass_moe.heuristics import configs_of
 from cutlass_moe.kernels import compiler
 from cutlass_moe.version import VERSION
 from epilogues import SiluGate
@@ -80,7 +80,7 @@ def test_module_of_a_user_builds_a_library_of_its_own(
     output = tmp_path / "mine"
     assert main(["build", "--module", str(tmp_path / "my_epilogues.py"), "--output", str(output), "--jobs", "1"]) == 0
     kernels = read_manifest(output).kernels
-    assert len(kernels) == len(CONFIGS)
+    assert len(kernels) == len(configs_of(2))
     specs = [read_spec(kernel.spec) for kernel in kernels.values()]
     assert {spec.name for spec in specs} == set(kernels)
     assert kernels[specs[0].name].spec["epilogue"] == {
@@ -115,13 +115,13 @@ def test_module_without_kernels(
 
 
 def test_spec_reads_back_from_a_manifest() -> None:
-    for spec in (*catalogue(), GemmSpec("float16", CONFIGS[-1], SiluGate())):
+    for spec in (*catalogue(), GemmSpec("float16", configs_of(2)[-1], SiluGate())):
         assert read_spec(json_form(spec.describe())) == spec
     with pytest.raises(SpecError, match="no kernels of kind 'new'"):
         read_spec({"kind": "new"})
     with pytest.raises(SpecError, match="is not one of this version"):
         read_spec({"kind": "combine", "colour": 1})
-    unknown = GemmSpec("float16", CONFIGS[0], SiluGate()).describe()
+    unknown = GemmSpec("float16", configs_of(2)[0], SiluGate()).describe()
     unknown["epilogue"]["module"] = "no_such_module"
     with pytest.raises(SpecError, match=r"no_such_module\.SiluGate cannot be imported"):
         read_spec(unknown)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, why_not_implementable
-from cutlass_moe.heuristics import CONFIGS
+from cutlass_moe.aot.specs import gemm_specs
+from cutlass_moe.config import CombineSpec, KernelSpec, PermuteSpec, RouteSpec
 from epilogues import Bias, ClampedSwiglu, GeluGate, Identity, RoutingScale, SiluGate
 
 DTYPES = ("bfloat16", "float16")
@@ -14,13 +14,9 @@ BFLOAT16_EPILOGUES = (Bias(operands=2) | ClampedSwiglu(), Bias() | RoutingScale(
 
 def catalogue() -> list[KernelSpec]:
     """Every kernel of the shipped library, the slowest to compile first."""
-    gemms = [
-        GemmSpec(dtype, config, epilogue)
-        for config in reversed(CONFIGS)
-        for dtype in DTYPES
-        for epilogue in (*EPILOGUES, *(BFLOAT16_EPILOGUES if dtype == "bfloat16" else ()))
-        if why_not_implementable(config, epilogue) is None
-    ]
+    gemms = [spec for epilogue in EPILOGUES for spec in gemm_specs(epilogue, DTYPES)]
+    gemms += [spec for epilogue in BFLOAT16_EPILOGUES for spec in gemm_specs(epilogue, ("bfloat16",))]
+    gemms.sort(key=lambda spec: -spec.config.tile_tokens)
     routes = [
         RouteSpec(id_dtype, weight_dtype)
         for id_dtype in ("int32", "int64")

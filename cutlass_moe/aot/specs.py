@@ -17,7 +17,7 @@ from cutlass_moe.config import (
     RouteSpec,
     why_not_implementable,
 )
-from cutlass_moe.heuristics import CONFIGS
+from cutlass_moe.heuristics import configs_of
 from epilogues import Epilogue
 from epilogues.describe import read_epilogue
 
@@ -34,10 +34,10 @@ class SpecError(RuntimeError):
 
 
 def gemm_specs(epilogue: Epilogue, dtypes: Iterable[str] = ("bfloat16", "float16")) -> list[GemmSpec]:
-    """The grouped GEMMs with this epilogue that `grouped_gemm` can ask for: every configuration of `heuristics`."""
+    """The grouped GEMMs with this epilogue that `grouped_gemm` can ask for: those of `heuristics`."""
     return [
         GemmSpec(dtype, config, epilogue)
-        for config in CONFIGS
+        for config in configs_of(epilogue.accumulators)
         for dtype in dtypes
         if why_not_implementable(config, epilogue) is None
     ]

@@ -95,24 +95,29 @@ def _check_route(spec: RouteSpec, kernel: Kernel, device: torch.device) -> float
     id_dtype = getattr(torch, spec.id_dtype)
     for slots, experts in ((1, 1), (2 * CHUNK_SLOTS + 1, 5), (MAX_CHUNKS * CHUNK_SLOTS + 77, MAX_EXPERTS)):
         generator = torch.Generator(device).manual_seed(slots)
-        ids_M = torch.randint(-1, experts + 1, (slots,), generator=generator, device=device, dtype=id_dtype)
-        weights_M = None
+        top_k = 1 if slots % 3 else 3
+        shape = (slots // top_k, top_k)
+        ids_TK = torch.randint(-1, experts + 1, shape, generator=generator, device=device, dtype=id_dtype)
+        weights_TK = None
         if spec.weight_dtype is not None:
-            weights_M = torch.rand(slots, generator=generator, device=device).to(getattr(torch, spec.weight_dtype))
-        offsets_E1, row_slot_M, slot_row_M = (
-            torch.full((length,), -7, dtype=torch.int32, device=device) for length in (experts + 1, slots, slots)
+            weights_TK = torch.rand(shape, generator=generator, device=device).to(getattr(torch, spec.weight_dtype))
+        offsets_E1, row_slot_M, row_token_M, slot_row_TK = (
+            torch.full(extents, -7, dtype=torch.int32, device=device)
+            for extents in ((experts + 1,), (slots,), (slots,), shape)
         )
-        row_weight_M = None if weights_M is None else torch.full((slots,), torch.nan, device=device)
+        row_weight_M = None if weights_TK is None else torch.full((slots,), torch.nan, device=device)
         chunk_counts_CE = torch.full((route_chunks(slots), experts), -7, dtype=torch.int32, device=device)
-        kernel(ids_M, weights_M, offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE)
-        expected = reference.route(ids_M[:, None], None if weights_M is None else weights_M[:, None], experts)
+        tables = (offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M)
+        kernel(ids_TK, weights_TK, *tables, chunk_counts_CE)
+        expected = reference.route(ids_TK, weights_TK, experts)
         kept = int(expected[0][-1])
         where = f"{slots} slots, {experts} experts"
         _require_equal("expert_offsets", where, offsets_E1, expected[0])
-        _require_equal("slot_row", where, slot_row_M, expected[2].view(-1))
         _require_equal("row_slot", where, row_slot_M[:kept], expected[1][:kept])
-        if row_weight_M is not None and expected[3] is not None:
-            _require_equal("row_weight", where, row_weight_M[:kept], expected[3][:kept])
+        _require_equal("row_token", where, row_token_M[:kept], expected[2][:kept])
+        _require_equal("slot_row", where, slot_row_TK, expected[3])
+        if row_weight_M is not None and expected[4] is not None:
+            _require_equal("row_weight", where, row_weight_M[:kept], expected[4][:kept])
     return 0.0
 
 
@@ -175,8 +180,13 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
         if not declared.row_absmax:
             side.fill_(torch.nan)
             expected_side.fill_(torch.nan)
+    source_MK, source_index_M = a_MK, None
+    if config.gather:  # the same rows, from a shuffled matrix
+        order = torch.randperm(rows, generator=generator, device=device)
+        source_MK, source_index_M = a_MK[order], torch.argsort(order).to(torch.int32)
     kernel(
-        a_MK,
+        source_MK,
+        source_index_M,
         weights[0],
         weights[1] if len(weights) > 1 else None,
         offsets_E1,
@@ -236,7 +246,7 @@ def _random_slots(tokens: int, top_k: int, generator: torch.Generator) -> tuple[
     """A permutation of the slots that drops about a fifth, int32 [T, K], and the number of kept ones."""
     shape = (tokens, top_k)
     ids_TK = torch.randint(-1, 4, shape, generator=generator, device=generator.device)
-    offsets_E1, _, slot_row_TK, _ = reference.route(ids_TK, None, 4)
+    offsets_E1, _, _, slot_row_TK, _ = reference.route(ids_TK, None, 4)
     return slot_row_TK, int(offsets_E1[-1])
 
 

@@ -65,12 +65,18 @@ def _glue(spec: RouteSpec | PermuteSpec | CombineSpec) -> tuple[Any, list[Any]]:
     from cutlass_moe.kernels.route import route
 
     chunks, experts, experts_1 = (cute.sym_int32() for _ in range(3))
+
+    def strided(dtype: str) -> Any:
+        strides = (cute.sym_int64(), cute.sym_int64())
+        return make_fake_tensor(_DTYPES[dtype], (tokens, top_k), strides, assumed_align=_DTYPES[dtype].width // 8)
+
     return route, [
-        _vector(spec.id_dtype, slots),
-        _vector(spec.weight_dtype, slots) if spec.weight_dtype else None,
+        strided(spec.id_dtype),
+        strided(spec.weight_dtype) if spec.weight_dtype else None,
         _vector("int32", experts_1),
         _vector("int32", slots),
         _vector("int32", slots),
+        slot_row,
         _vector("float32", slots) if spec.weight_dtype else None,
         make_fake_tensor(cutlass.Int32, (chunks, experts), (cute.sym_int64(), 1), assumed_align=4),
     ]
@@ -89,6 +95,7 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
     ]
     return GroupedGemm(spec), [
         _matrix(spec.dtype, rows, reduction),
+        _vector("int32", row_count) if spec.config.gather else None,
         weights[0],
         weights[1] if len(weights) > 1 else None,
         _vector("int32", experts_1),

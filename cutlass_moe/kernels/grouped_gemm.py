@@ -1,5 +1,8 @@
 """Grouped GEMM for sm_90a: out[r] = epilogue(rows_MK[r] @ weights_ENK[e]^T) for the rows r of each expert e.
 
+Where the configuration gathers, row r of the product is rows_MK[source_index_M[r]] instead: tokens are taken from where
+they lie.
+
 Weights stand on the WGMMA M side and tokens on N (any multiple of 8), so each weight byte is read once
 when an expert's rows fit one tile, padding is a few tokens, and one kernel class serves decode and prefill by its
 token width.
@@ -13,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from cutlass_moe.config import CONSUMERS, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
+from cutlass_moe.config import CONSUMERS, GATHER_WARPS, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 
@@ -32,7 +35,8 @@ class GroupedGemm:
 
     | warpgroup | registers | does |
     |---|---|---|
-    | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA |
+    | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
+    | | | with `gather` all four warps load, each its share of the tile's rows, one TMA a row |
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
@@ -60,6 +64,7 @@ class GroupedGemm:
         self.stage_tokens = config.stage_tokens
         self.cluster = config.cluster
         self.ping_pong = config.ping_pong
+        self.gather = config.gather
         self.stages = config.stages(spec.epilogue)
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that read one stage
@@ -70,6 +75,7 @@ class GroupedGemm:
     def __call__(
         self,
         rows_MK: cute.Tensor,
+        source_index_M: cute.Tensor | None,
         first_ENK: cute.Tensor,
         second_ENK: cute.Tensor | None,
         offsets_E1: cute.Tensor,
@@ -83,7 +89,8 @@ class GroupedGemm:
         """Launches the kernel.
 
         Args:
-            rows_MK: rows grouped by expert, [M, K], last dimension contiguous.
+            rows_MK: rows grouped by expert, [M, K], last dimension contiguous; with `gather` rows in any order, [.., K].
+            source_index_M: with `gather` int32 [M], the row of rows_MK that each row is; else None.
             first_ENK: weights [E, N, K]; with two accumulators the gate's.
             second_ENK: the up weights, same shape and strides; None with one accumulator.
             offsets_E1: int32 [E + 1], first row of each expert, then their number.
@@ -122,7 +129,7 @@ class GroupedGemm:
         tma_rows, tma_rows_MK = cpasync.make_tiled_tma_atom(
             rows_op,
             rows_MK,
-            cute.slice_(rows_layout, (None, None, 0, 0)),
+            self._box_layout(),
             (self.token_box, REDUCTION_TILE),
         )
         clusters = sm_count // self.cluster
@@ -131,6 +138,7 @@ class GroupedGemm:
             tma_weights_NKE,
             tma_rows,
             tma_rows_MK,
+            source_index_M,
             offsets_E1,
             () if epilogue_arguments is None else epilogue_arguments,
             row_index_M,
@@ -149,12 +157,20 @@ class GroupedGemm:
         )
 
     def _stage_layouts(self):
-        """Shared-memory layouts: weights (features, K, stages) and tokens (box, K, boxes, stages), 128-byte swizzle."""
+        """Shared-memory layouts, 128-byte swizzle: weights (features, K, stages) and tokens (tokens, K, stages)."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         weights = cute.tile_to_shape(atom, (self.tile_features, REDUCTION_TILE, self.stages), order=(0, 1, 2))
-        boxes = self.stage_tokens // self.token_box
-        rows = cute.tile_to_shape(atom, (self.token_box, REDUCTION_TILE, boxes, self.stages), order=(0, 1, 2, 3))
+        rows = cute.tile_to_shape(atom, (self.stage_tokens, REDUCTION_TILE, self.stages), order=(0, 1, 2))
         return weights, rows
+
+    def _box_layout(self):
+        """One box of tokens in shared memory, as its TMA writes it. The swizzle is one of the address's bits, so a box
+        need not be whole atoms of 8 rows."""
+        return cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3),
+            0,
+            cute.make_layout((self.token_box, REDUCTION_TILE), stride=(REDUCTION_TILE, 1)),
+        )
 
     @cute.jit
     def _interleave(self, gate_EIK: cute.Tensor, up_EIK: cute.Tensor):
@@ -182,6 +198,7 @@ class GroupedGemm:
         weights_NKE: cute.Tensor,
         tma_rows: cute.CopyAtom,
         rows_MK: cute.Tensor,
+        source_index_M: cute.Tensor | None,
         offsets_E1: cute.Tensor,
         epilogue_arguments: tuple,
         row_index_M: cute.Tensor | None,
@@ -208,6 +225,7 @@ class GroupedGemm:
         self.store.bind(smem, epilogue_arguments, row_index_M, out_MN, swap)
         s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
         s_tile_starts = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
+        self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
         self.rank = rank
@@ -247,10 +265,10 @@ class GroupedGemm:
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
+            if warp < (GATHER_WARPS if cutlass.const_expr(self.gather) else 1):
                 primed = Int32(0)  # stages of the first tile that hold their weights already
                 if early:
-                    if work < work_end:
+                    if warp == 0 and work < work_end:
                         expert, feature_tile, _, tokens = tile_scheduler.locate_tile(
                             work, feature_tiles, experts, s_offsets, s_tile_starts
                         )
@@ -371,37 +389,72 @@ class GroupedGemm:
         stage: Int32,
         phase: Int32,
     ):
-        """Producer: one stage for each reduction tile, tokens in boxes that the CTAs of a cluster load in turns."""
-        tile = cute.local_tile(
-            cute.domain_offset((first_row, 0), rows_MK), (self.token_box, REDUCTION_TILE), (None, None)
-        )
-        to_rows, from_rows = self._partition_rows(tma_rows, tile)
-        boxes = cute.ceil_div(tokens, self.token_box)
+        """Producer: one stage for each reduction tile. Its boxes of tokens are shared out among the CTAs of the cluster,
+        and where each is one gathered row among their producer warps, too; warp 0 loads the weights."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first_box, step = self.rank, self.cluster
+        if cutlass.const_expr(self.gather):
+            first_box, step = warp * self.cluster + self.rank, GATHER_WARPS * self.cluster
+        boxes = cutlass.max(0, cute.ceil_div(cute.ceil_div(tokens, self.token_box) - first_box, step))
+        source = Int32(0)
+        if cutlass.const_expr(self.gather):
+            # Lane i looks up the source of the i-th row of its warp.
+            lane = cute.arch.lane_idx()
+            if lane < boxes:
+                source = self.source_index_M[first_row + first_box + lane * step]
+        else:
+            rows_MK = cute.domain_offset((first_row, 0), rows_MK)
+        to_rows, from_rows = self._partition_rows(tma_rows, rows_MK)
         for k in cutlass.range(self.reduction_tiles):
             if k >= primed:
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
-                self._load_weights(tma_weights, from_weights, to_weights, tokens, k, stage)
-            for box in cutlass.range(self.rank, boxes, self.cluster):
-                self._load_rows(tma_rows, from_rows[None, box, k], to_rows[None, box, stage], stage)
+                if warp == 0:
+                    self._load_weights(tma_weights, from_weights, to_weights, tokens, k, stage)
+            for i in cutlass.range(boxes, unroll=4 if cutlass.const_expr(self.gather) else 1):
+                self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * step, k, stage)
             stage, phase = self._advance(stage, phase)
         return stage, phase
 
     @cute.jit
-    def _partition_rows(self, tma_rows: cute.CopyAtom, tile: cute.Tensor):
+    def _partition_rows(self, tma_rows: cute.CopyAtom, rows_MK: cute.Tensor):
         """Token boxes as TMA views: (box, boxes, stages) in shared memory, (box, boxes, reduction tiles) in global
         memory."""
+        boxes = self.stage_tokens // self.token_box
+        # The TMA swizzles by the address: the pointer that it gets must be plain.
+        pointer = cute.make_ptr(self.dtype, self.s_rows.iterator.toint(), cute.AddressSpace.smem, assumed_align=128)
+        elements = self.token_box * REDUCTION_TILE
+        layout = cute.make_layout(
+            (self.token_box, REDUCTION_TILE, boxes, self.stages),
+            stride=(REDUCTION_TILE, 1, elements, boxes * elements),
+        )
+        tile = cute.local_tile(rows_MK, (self.token_box, REDUCTION_TILE), (None, None))
         return cpasync.tma_partition(
-            tma_rows, 0, cute.make_layout(1), cute.group_modes(self.s_rows, 0, 2), cute.group_modes(tile, 0, 2)
+            tma_rows,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, layout), 0, 2),
+            cute.group_modes(tile, 0, 2),
         )
 
     @cute.jit
-    def _load_rows(self, tma_rows: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, stage: Int32):
-        """Loads one box of tokens, to every CTA of the cluster."""
+    def _load_box(
+        self,
+        tma_rows: cute.CopyAtom,
+        from_rows: cute.Tensor,
+        to_rows: cute.Tensor,
+        source: Int32,
+        i: Int32,
+        box: Int32,
+        k: Int32,
+        stage: Int32,
+    ):
+        """Loads one box of tokens, the i-th of its warp, to every CTA of the cluster."""
+        place = cute.arch.shuffle_sync(source, i) if cutlass.const_expr(self.gather) else box
+        multicast = {}
         if cutlass.const_expr(self.cluster > 1):
-            everyone = cutlass.Int16((1 << self.cluster) - 1)
-            cute.copy(tma_rows, source, target, tma_bar_ptr=self.full + stage, mcast_mask=everyone)
-        else:
-            cute.copy(tma_rows, source, target, tma_bar_ptr=self.full + stage)
+            multicast = {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
+        source_box, target_box = from_rows[None, place, k], to_rows[None, box, stage]
+        cute.copy(tma_rows, source_box, target_box, tma_bar_ptr=self.full + stage, **multicast)
 
     @cute.jit
     def _multiply(self, width: cutlass.Constexpr[int], consumer: Int32, stage: Int32, phase: Int32):

@@ -31,6 +31,13 @@ def expert_of(expert_id: cutlass.Numeric, experts: Int32) -> Int32:
 
 
 @cute.jit
+def place_of(slot: Int32, table_TK: cute.Tensor):
+    """(token, k) of a slot."""
+    top_k = cute.size(table_TK, mode=[1])
+    return slot // top_k, slot % top_k
+
+
+@cute.jit
 def count_equal_before(experts_S: cute.Tensor, position: Int32, limit: Int32) -> Int32:
     """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a
     whole warp."""
@@ -49,11 +56,11 @@ def chunk_rounds(slots: Int32, chunks: Int32) -> Int32:
 
 
 @cute.kernel
-def count_kernel(ids_M: cute.Tensor, chunk_counts_CE: cute.Tensor):
+def count_kernel(ids_TK: cute.Tensor, chunk_counts_CE: cute.Tensor):
     thread, _, _ = cute.arch.thread_idx()
     chunk, _, _ = cute.arch.block_idx()
     chunks, experts = chunk_counts_CE.shape
-    slots = cute.size(ids_M)
+    slots = cute.size(ids_TK)
     s_counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
     for e in cutlass.range(thread, experts, THREADS):
         s_counts[e] = Int32(0)
@@ -64,7 +71,7 @@ def count_kernel(ids_M: cute.Tensor, chunk_counts_CE: cute.Tensor):
     for r in cutlass.range(rounds):
         slot = (chunk * rounds + r) * THREADS + thread
         if slot < slots:
-            expert = expert_of(ids_M[slot], experts)
+            expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
             if expert >= 0:
                 cute.arch.atomic_add(s_counts.iterator + expert, Int32(1))
     cute.arch.sync_threads()
@@ -74,11 +81,12 @@ def count_kernel(ids_M: cute.Tensor, chunk_counts_CE: cute.Tensor):
 
 @cute.kernel
 def place_kernel(
-    ids_M: cute.Tensor,
-    weights_M: cute.Tensor | None,
+    ids_TK: cute.Tensor,
+    weights_TK: cute.Tensor | None,
     expert_offsets_E1: cute.Tensor,
     row_slot_M: cute.Tensor,
-    slot_row_M: cute.Tensor,
+    row_token_M: cute.Tensor,
+    slot_row_TK: cute.Tensor,
     row_weight_M: cute.Tensor | None,
     chunk_counts_CE: cute.Tensor,
 ):
@@ -86,7 +94,7 @@ def place_kernel(
     chunk, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     chunks, experts = chunk_counts_CE.shape
-    slots = cute.size(ids_M)
+    slots = cute.size(ids_TK)
     smem = SmemAllocator()
     s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
     s_next_row = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
@@ -100,7 +108,7 @@ def place_kernel(
     # Totals of each expert, and how many of them lie in earlier chunks.
     if chunks == 1:
         if thread < slots:
-            expert = expert_of(ids_M[thread], experts)
+            expert = expert_of(ids_TK[place_of(thread, ids_TK)], experts)
             if expert >= 0:
                 cute.arch.atomic_add(s_offsets.iterator + expert, Int32(1))
         for e in cutlass.range(thread, experts, THREADS):
@@ -131,17 +139,19 @@ def place_kernel(
         slot = (chunk * rounds + r) * THREADS + thread
         expert = Int32(DROPPED)
         if slot < slots:
-            expert = expert_of(ids_M[slot], experts)
+            expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
         s_experts[thread] = expert
         cute.arch.sync_threads()
         if expert >= 0:
             row = s_next_row[expert] + count_equal_before(s_experts, thread, warp * 32 + 32)
+            token, k = place_of(slot, ids_TK)
             row_slot_M[row] = slot
-            slot_row_M[slot] = row
-            if cutlass.const_expr(weights_M is not None):
-                row_weight_M[row] = weights_M[slot].to(cutlass.Float32)
+            row_token_M[row] = token
+            slot_row_TK[token, k] = row
+            if cutlass.const_expr(weights_TK is not None):
+                row_weight_M[row] = weights_TK[token, k].to(cutlass.Float32)
         elif slot < slots:
-            slot_row_M[slot] = Int32(DROPPED)
+            slot_row_TK[place_of(slot, ids_TK)] = Int32(DROPPED)
         cute.arch.sync_threads()
         if expert >= 0:
             cute.arch.atomic_add(s_next_row.iterator + expert, Int32(1))
@@ -149,11 +159,12 @@ def place_kernel(
 
 @cute.jit
 def route(
-    ids_M: cute.Tensor,
-    weights_M: cute.Tensor | None,
+    ids_TK: cute.Tensor,
+    weights_TK: cute.Tensor | None,
     expert_offsets_E1: cute.Tensor,
     row_slot_M: cute.Tensor,
-    slot_row_M: cute.Tensor,
+    row_token_M: cute.Tensor,
+    slot_row_TK: cute.Tensor,
     row_weight_M: cute.Tensor | None,
     chunk_counts_CE: cute.Tensor,
     stream,
@@ -161,19 +172,20 @@ def route(
     """Sorts the slots by expert.
 
     Args:
-        ids_M: expert id of each slot, int32 or int64.
-        weights_M: routing weight of each slot, or None.
+        ids_TK: expert id of each slot, int32 or int64, any strides.
+        weights_TK: routing weight of each slot, likewise, or None.
         expert_offsets_E1: out, int32: first row of each expert, then the number of rows.
         row_slot_M: out, int32: the slot of each row; unset past the last row.
-        slot_row_M: out, int32: the row of each slot, -1 where it is dropped.
+        row_token_M: out, int32: the token of each row; unset past the last row.
+        slot_row_TK: out, int32: the row of each slot, -1 where it is dropped.
         row_weight_M: out, fp32: the routing weight of each row, or None.
         chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks.
     """
     chunks, _ = chunk_counts_CE.shape
     if chunks > 1:
-        count_kernel(ids_M, chunk_counts_CE).launch(
+        count_kernel(ids_TK, chunk_counts_CE).launch(
             grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
-    place_kernel(ids_M, weights_M, expert_offsets_E1, row_slot_M, slot_row_M, row_weight_M, chunk_counts_CE).launch(
-        grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-    )
+    place_kernel(
+        ids_TK, weights_TK, expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE
+    ).launch(grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)

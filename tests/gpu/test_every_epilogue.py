@@ -79,6 +79,7 @@ def run(spec: GemmSpec, counts: list[int], features: int, reduction: int, guarde
     side_tensors = [made.tensor for made in sides]
     get_kernel(spec)(
         checks.canonical_strides(a_MK),
+        None,
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) == 2 else None,
         offsets,

@@ -89,8 +89,13 @@ def check_kernel(
     early = sm_count == 2
     if early:  # what it promises: weights and offsets are complete before the previous kernel starts
         torch.cuda.synchronize()
+    source_index = None
+    if spec.config.gather:  # the same rows, from a shuffled matrix
+        order = torch.randperm(rows, device="cuda")
+        a_MK, source_index = wide[order][:, :reduction], torch.argsort(order).int()
     get_kernel(spec)(
         checks.canonical_strides(a_MK),
+        source_index,
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) == 2 else None,
         offsets,
@@ -101,7 +106,7 @@ def check_kernel(
         sm_count,
     )
     expected = torch.full((out_rows, features), torch.nan, device="cuda")
-    reference.grouped_gemm(a_MK, weights, offsets, epilogue, inputs, row_index, expected)
+    reference.grouped_gemm(wide[:, :reduction], weights, offsets, epilogue, inputs, row_index, expected)
     written = expected[:, 0].isfinite()
     assert int(written.sum()) == kept
     assert_gemm_close(out.tensor[written], expected[written])
@@ -142,6 +147,7 @@ def check_all_empty(spec: GemmSpec, experts: int, guarded: Any) -> None:
     inputs = random_inputs(spec.epilogue, UNUSED_ROWS, experts, 64, dtype, generator)
     get_kernel(spec)(
         torch.full((UNUSED_ROWS, 64), torch.nan, dtype=dtype, device="cuda"),
+        torch.arange(UNUSED_ROWS, dtype=torch.int32, device="cuda") if spec.config.gather else None,
         weights[0],
         weights[1] if len(weights) == 2 else None,
         offsets_of([0] * experts),

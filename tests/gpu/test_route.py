@@ -36,29 +36,34 @@ def check_route(ids: Tensor, experts: int, weight_dtype: torch.dtype | None, gua
     weights = None if weight_dtype is None else torch.rand(ids.shape).to(weight_dtype)
     weight_name = None if weight_dtype is None else str(weight_dtype).removeprefix("torch.")
     offsets = guarded((experts + 1,), torch.int32)
-    row_slot, slot_row = (guarded((slots,), torch.int32) for _ in range(2))
+    row_slot, row_token = (guarded((slots,), torch.int32) for _ in range(2))
+    slot_row = guarded(tuple(ids.shape), torch.int32)
     row_weight = None if weights is None else guarded((slots,), torch.float32)
     chunk_counts = guarded((route_chunks(slots), experts), torch.int32)
     get_kernel(RouteSpec(str(ids.dtype).removeprefix("torch."), weight_name))(
-        ids.flatten().cuda(),
-        None if weights is None else weights.flatten().cuda(),
+        ids.cuda(),
+        None if weights is None else weights.cuda(),
         offsets.tensor,
         row_slot.tensor,
+        row_token.tensor,
         slot_row.tensor,
         None if row_weight is None else row_weight.tensor,
         chunk_counts.tensor,
     )
-    expected_offsets, expected_slots, expected_rows, expected_weights = reference.route(ids, weights, experts)
+    expected_offsets, expected_slots, expected_tokens, expected_rows, expected_weights = reference.route(
+        ids, weights, experts
+    )
     kept = int(expected_offsets[-1])
     assert torch.equal(offsets.tensor.cpu(), expected_offsets)
-    assert torch.equal(slot_row.tensor.cpu(), expected_rows.flatten())
-    assert torch.equal(row_slot.tensor[:kept].cpu(), expected_slots[:kept])
-    assert row_slot.is_poison(row_slot.tensor[kept:])
+    assert torch.equal(slot_row.tensor.cpu(), expected_rows)
+    for rows, expected in ((row_slot, expected_slots), (row_token, expected_tokens)):
+        assert torch.equal(rows.tensor[:kept].cpu(), expected[:kept])
+        assert rows.is_poison(rows.tensor[kept:])
     if row_weight is not None and expected_weights is not None:
         assert torch.equal(row_weight.tensor[:kept].cpu(), expected_weights[:kept])
         assert row_weight.is_poison(row_weight.tensor[kept:])
         row_weight.check()
-    for table in (offsets, row_slot, slot_row, chunk_counts):
+    for table in (offsets, row_slot, row_token, slot_row, chunk_counts):
         table.check()
 
 
@@ -93,9 +98,10 @@ def test_plan_routing_takes_strided_and_leading_dimensions() -> None:
     kept = int(expected[0][-1])
     assert torch.equal(plan.expert_offsets_E1.cpu(), expected[0])
     assert torch.equal(plan.row_slot_M[:kept].cpu(), expected[1][:kept])
-    assert torch.equal(plan.slot_row_TK.cpu(), expected[2])
-    assert plan.row_weight_M is not None and expected[3] is not None
-    assert torch.equal(plan.row_weight_M[:kept].cpu(), expected[3][:kept])
+    assert torch.equal(plan.row_token_M[:kept].cpu(), expected[2][:kept])
+    assert torch.equal(plan.slot_row_TK.cpu(), expected[3])
+    assert plan.row_weight_M is not None and expected[4] is not None
+    assert torch.equal(plan.row_weight_M[:kept].cpu(), expected[4][:kept])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
