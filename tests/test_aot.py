@@ -143,9 +143,9 @@ def test_hash_follows_source_spec_and_dsl(tmp_path: Path, monkeypatch: pytest.Mo
     assert build.hash_sources(COMBINE, [source]) != first
 
 
-def test_library_shows_only_its_kernels(library: Path) -> None:
+def test_library_shows_only_its_functions(library: Path) -> None:
     shared = ctypes.CDLL(str(library / LIBRARY_NAME))
-    assert hasattr(shared, f"__tvm_ffi_{COMBINE.name}")
+    assert hasattr(shared, f"__tvm_ffi_{COMBINE.name}") and hasattr(shared, "__tvm_ffi_launch_layer")
     for private in ("CuteDSLRT_TVMFFISetRaisedCudaError", "cuda_dialect_init_library_once", "_cudaMalloc"):
         assert not hasattr(shared, private)
 

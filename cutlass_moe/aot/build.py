@@ -24,7 +24,7 @@ from typing import Any
 
 import tvm_ffi
 from filelock import FileLock
-from tvm_ffi.libinfo import find_libtvm_ffi
+from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
 from cutlass_moe.aot.locations import CUDA_RUNTIME_NAME, LIBRARY_NAME, find_cuda_runtime
 from cutlass_moe.aot.manifest import (
@@ -47,7 +47,9 @@ DSL_RUNTIME_PACKAGE = "nvidia-cutlass-dsl-libs-cu13"
 DSL_RUNTIME_ARCHIVE = "libcuda_dialect_runtime_static.a"
 # Every CPU beside a Hopper GPU has these. Both must be said: without a feature those of the build machine's CPU hold.
 HOST_CPU, HOST_FEATURE = {"x86_64": ("x86-64-v2", "+sse4.2")}.get(platform.machine(), ("generic", "+neon"))
-# Only the kernels are visible. The DSL's helpers stay private to each library, so that several of them in one
+# C code that goes into each library beside its kernels.
+C_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cuda_errors.c", "layer.c"))
+# Only functions for TVM-FFI are visible. The DSL's helpers stay private to each library, so that several of them in one
 # process, and the DSL's own runtime, do not call each other's.
 EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
 
@@ -271,7 +273,8 @@ def _link(objects: Sequence[Path]) -> bytes:
         exports.write_text(EXPORTS)
         library = Path(scratch) / LIBRARY_NAME
         command = ["-shared", "-fPIC", "-O2", "-s", "-o", str(library)]
-        command += [str(Path(__file__).with_name("cuda_errors.c")), *map(str, objects), str(_dsl_runtime())]
+        command += [f"-I{find_include_path()}", f"-I{find_dlpack_include_path()}"]
+        command += [*map(str, C_SOURCES), *map(str, objects), str(_dsl_runtime())]
         command += [
             str(runtime),
             find_libtvm_ffi(),

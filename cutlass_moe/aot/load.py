@@ -19,7 +19,14 @@ from cutlass_moe.aot.locations import (
     find_libraries,
     package_directory,
 )
-from cutlass_moe.aot.manifest import REBUILD, LibraryError, check_library, json_form, read_manifest
+from cutlass_moe.aot.manifest import (
+    REBUILD,
+    SCHEMA_VERSION,
+    LibraryError,
+    check_library,
+    json_form,
+    read_manifest,
+)
 from cutlass_moe.config import KernelSpec
 
 logger = logging.getLogger("cutlass_moe")
@@ -52,10 +59,17 @@ class KernelLibrary:
 
     def function(self, spec: KernelSpec) -> Any:
         """The kernel's launcher. Raises LibraryError when the library lacks what its manifest lists."""
+        return self._function(spec.name)
+
+    def layer_launcher(self) -> Any:
+        """The function of `layer.c`. The kernels that it launches may be those of other libraries."""
+        return self._function("launch_layer")
+
+    def _function(self, name: str) -> Any:
         try:
-            return self._module.get_function(spec.name)
+            return self._module.get_function(name)
         except AttributeError as error:
-            raise LibraryError(f"kernel library {self.directory} lacks {spec.name}: {REBUILD}") from error
+            raise LibraryError(f"kernel library {self.directory} lacks {name}: {REBUILD}") from error
 
 
 def get_kernel(spec: KernelSpec) -> Any:
@@ -73,8 +87,14 @@ def get_kernel(spec: KernelSpec) -> Any:
         with _lock:
             kernel = _kernels.get(spec)
             if kernel is None:
-                kernel = _kernels[spec] = _find_kernel(spec)
+                kernel = _kernels[spec] = _find_library(spec).function(spec)
     return kernel
+
+
+def get_layer_launcher(spec: KernelSpec) -> Any:
+    """The function of `layer.c` out of the library that `get_kernel(spec)` takes its kernel from. Errors as there."""
+    with _lock:
+        return _find_library(spec).layer_launcher()
 
 
 def reset() -> None:
@@ -84,12 +104,12 @@ def reset() -> None:
         _libraries.clear()
 
 
-def _find_kernel(spec: KernelSpec) -> Any:
+def _find_library(spec: KernelSpec) -> KernelLibrary:
     directories = find_libraries()
     for directory in directories:
         library = _open(directory)
         if library.holds(spec):
-            return library.function(spec)
+            return library
     return _compile_on_first_use(spec, directories)
 
 
@@ -99,7 +119,7 @@ def _open(directory: Path) -> KernelLibrary:
     return _libraries[directory]
 
 
-def _compile_on_first_use(spec: KernelSpec, libraries: list[Path]) -> Any:
+def _compile_on_first_use(spec: KernelSpec, libraries: list[Path]) -> KernelLibrary:
     from cutlass_moe.aot import build
 
     places = ", ".join(map(str, libraries)) or f"{package_directory()} or {cache_directory() / 'lib'}"
@@ -109,11 +129,11 @@ def _compile_on_first_use(spec: KernelSpec, libraries: list[Path]) -> Any:
             f"kernel {spec.name} is not in {where}, and {build.DSL_PACKAGE} is not installed to compile it: "
             f"{REBUILD}, and copy the library here or point {LIBRARY_VARIABLE} to it"
         )
-    directory = cache_directory() / "first_use" / f"{spec.name}-{build.source_hash(spec)[:16]}"
+    directory = cache_directory() / "first_use" / f"{spec.name}-{build.source_hash(spec)[:16]}-{SCHEMA_VERSION}"
     if not (directory / MANIFEST_NAME).exists():
         logger.warning("compiling kernel %s, not in %s; it is kept in %s", spec.name, where, directory)
         build.build([spec], directory, jobs=1)
-    return _open(directory).function(spec)
+    return _open(directory)
 
 
 def _load_cuda_runtime() -> None:
