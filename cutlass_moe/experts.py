@@ -1,4 +1,4 @@
-"""The MoE layer: route, permute, two grouped GEMMs, combine."""
+"""The MoE layer: its public functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from cutlass_moe import checks, dlpack
-from cutlass_moe.activations import activation_key, down_epilogue, gate_epilogue
-from cutlass_moe.combine import launch_combine
-from cutlass_moe.grouped_gemm import gathers, launch_grouped_gemm
-from cutlass_moe.permutation import launch_permute
-from cutlass_moe.routing import launch_route
-from cutlass_moe.workspace import allocate
+from cutlass_moe.activations import activation_key
 from epilogues import Epilogue
 
 
@@ -59,9 +54,8 @@ def fused_experts(
             with x.
         workspace: uint8 [bytes], contiguous, 16-byte aligned (256 is better), at least `workspace_size(T, K, H, I, E,
             x.dtype)` bytes, no memory in common with x or out. What lies between the steps goes there; with `out`
-            given, too, and contiguous ids and routing weights, the call allocates nothing. Its contents are
-            overwritten: calls that share one must run on one stream. Without it torch's allocator serves. The CPU
-            implementation checks it and does not use it.
+            given, too, the call allocates nothing. Its contents are overwritten: calls that share one must run on one
+            stream. Without it torch's allocator gives one. The CPU implementation checks it and does not use it.
 
     Arrays of CuPy, JAX, NumPy or another library with `__dlpack__` do as well as tensors, without a copy; the result is
     then one of x's library, computed on CuPy's current stream, or ordered with JAX's.
@@ -92,12 +86,12 @@ def fused_experts(
     if b_gate is not None or b_down is not None:
         arguments += (b_gate, b_up, b_down)
     if out is None and workspace is None:
-        out_TH = torch.ops.cutlass_moe.fused_experts(*arguments)
+        out_TH = torch.ops.cutlass_moe.fused_experts.default(*arguments)
         return out_TH if x.dim() == 2 else out_TH.view(x.shape)
     if out is None:
         out = x.new_empty(x.shape)
     out_TH = out if x.dim() == 2 else out.view(x_TH.shape)
-    torch.ops.cutlass_moe.fused_experts_out(*arguments, out=out_TH, workspace=workspace)
+    torch.ops.cutlass_moe.fused_experts_out.default(*arguments, out=out_TH, workspace=workspace)
     return out
 
 
@@ -138,42 +132,3 @@ def fused_experts_gate_up(
         b_gate, b_up = (b_gate_up[:, 0::2], b_gate_up[:, 1::2]) if interleaved else b_gate_up.chunk(2, dim=1)
         keywords |= {"b_gate": b_gate, "b_up": b_up}
     return fused_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, **keywords)
-
-
-def launch_experts(
-    x_TH: Tensor,
-    w_gate_EIH: Tensor,
-    w_up_EIH: Tensor,
-    w_down_EHI: Tensor,
-    topk_ids_TK: Tensor,
-    topk_weights_TK: Tensor,
-    activation: str,
-    out_TH: Tensor,
-    workspace: Tensor | None,
-    b_gate_EI: Tensor | None = None,
-    b_up_EI: Tensor | None = None,
-    b_down_EH: Tensor | None = None,
-) -> None:
-    """The layer on checked CUDA tensors. Launches the kernels directly: a dispatcher hop for each step would
-    cost more."""
-    tokens, top_k = topk_ids_TK.shape
-    if tokens * top_k == 0:
-        out_TH.zero_()
-        return
-    experts, intermediate, hidden = w_gate_EIH.shape
-    buffers = allocate(x_TH, tokens, top_k, hidden, intermediate, experts, workspace)
-    offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE, x_MH, h_MI = buffers
-    launch_route(topk_ids_TK, topk_weights_TK, *buffers[:6])
-    gate = gate_epilogue(activation, b_gate_EI is not None)
-    gate_biases = () if b_gate_EI is None or b_up_EI is None else (b_gate_EI, b_up_EI)
-    down = down_epilogue(b_down_EH is not None)
-    row_values = (row_weight_M,) if b_down_EH is None else (b_down_EH, row_weight_M)
-    gate_up = (w_gate_EIH, w_up_EIH)
-    if gathers(x_TH.dtype, tokens * top_k, experts, 2 * intermediate, hidden, gate):
-        launch_grouped_gemm(x_TH, row_token_M, gate_up, offsets_E1, gate, gate_biases, None, h_MI)
-    else:
-        launch_permute(x_TH, slot_row_TK, x_MH)
-        launch_grouped_gemm(x_MH, None, gate_up, offsets_E1, gate, gate_biases, None, h_MI, early=True)
-    y_MH = x_MH  # GEMM 1 was its last reader
-    launch_grouped_gemm(h_MI, None, (w_down_EHI,), offsets_E1, down, row_values, row_slot_M, y_MH, early=True)
-    launch_combine(y_MH, slot_row_TK, out_TH)

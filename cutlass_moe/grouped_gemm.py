@@ -114,13 +114,6 @@ def _gemm_kernel(
     return get_kernel(GemmSpec(str(dtype).removeprefix("torch."), config, epilogue)), config.gather
 
 
-def gathers(
-    dtype: torch.dtype, rows: int, experts: int, features: int, reduction: int, epilogue: Epilogue
-) -> bool:
-    """Whether the kernel for this shape takes its rows from where they lie, if it may."""
-    return _gemm_kernel(dtype, rows, experts, features, reduction, epilogue, True)[1]
-
-
 def launch_grouped_gemm(
     a_MK: Tensor,
     source_index_M: Tensor | None,
@@ -130,13 +123,8 @@ def launch_grouped_gemm(
     epilogue_arguments: Sequence[Tensor | float],
     row_index_M: Tensor | None,
     out: Tensor,
-    early: bool = False,
 ) -> None:
-    """Multiplies checked CUDA tensors with M > 0; `epilogue_arguments` are tensors, scalars and side outputs in order.
-
-    `early` says that the weights and the offsets were complete before the previous kernel on the stream started, which
-    is one of this library's: the kernel then starts on them while that one runs.
-    """
+    """Multiplies checked CUDA tensors with M > 0. `epilogue_arguments` are tensors, scalars, side outputs, in order."""
     experts, features, reduction = weights[0].shape
     rows = a_MK.shape[0] if source_index_M is None else source_index_M.shape[0]
     shape = (rows, experts, features * len(weights), reduction)
@@ -153,7 +141,7 @@ def launch_grouped_gemm(
         tuple(map(canonical_argument, epilogue_arguments)) or None,
         row_index_M,
         checks.canonical_strides(out),
-        early,
+        False,  # not early: the kernel before may have made the offsets
         checks.hopper_sm_count(a_MK.device),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutlass_moe import checks, reference
 from cutlass_moe.combine import launch_combine
-from cutlass_moe.experts import launch_experts
+from cutlass_moe.layer import launch_experts
 from cutlass_moe.permutation import launch_permute
 from cutlass_moe.routing import launch_plan
 
@@ -58,7 +58,7 @@ def _fused_experts_cuda(
     b_down: Tensor | None = None,
 ) -> Tensor:
     checks.check_experts_memory(x, w_gate, w_up, w_down, None)
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     arguments = (x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, out, None, b_gate, b_up, b_down)
     _on_device_of(x, launch_experts, *arguments)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+import cutlass_moe
 from cutlass_moe import reference
 from cutlass_moe.config import CombineSpec, GemmSpec, KernelSpec, PermuteSpec, RouteSpec, route_chunks
 
@@ -158,6 +160,8 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         assert (row_index is not None) == spec.epilogue.scatter
         assert (source_index is not None) == spec.config.gather
         aligned(rows, *weights, out)
+        if source_index is not None:
+            rows = rows[source_index.clamp(0, len(rows) - 1)]
         arguments = epilogue_arguments or ()
         names = [*(tensor.name for tensor in spec.epilogue.tensors), *spec.epilogue.scalars]
         inputs = dict(zip(names, arguments, strict=False))
@@ -182,6 +186,43 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
 def torch_kernel() -> Callable[..., Callable[..., None]]:
     """`torch_kernel(spec, early=...)`: a function that stands for the kernel of this spec, on CPU tensors."""
     return _torch_kernel
+
+
+def _as_tensors(argument: Any) -> Any:
+    """What `layer.c` gives a kernel, in torch: views that nobody owns, which DLPack does not export."""
+    import tvm_ffi
+
+    if isinstance(argument, tvm_ffi.Array):
+        return tuple(map(_as_tensors, argument))
+    if not isinstance(argument, tvm_ffi.Tensor):
+        return argument
+    shape, strides, dtype = tuple(argument.shape), tuple(argument.strides), getattr(torch, str(argument.dtype))
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_byte * (length * dtype.itemsize)).from_address(argument.data_ptr())
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+@pytest.fixture(scope="session")
+def launched_kernel() -> Callable[..., Any]:
+    """`launched_kernel(function)`: a TVM-FFI function that calls it with torch tensors, for `layer.c` to launch."""
+    import tvm_ffi
+
+    return lambda function: tvm_ffi.convert(lambda *arguments: function(*map(_as_tensors, arguments)))
+
+
+@pytest.fixture(scope="session")
+def layer_launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The function of `layer.c`, from a library of its own."""
+    import tvm_ffi
+    from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
+
+    source = Path(cutlass_moe.__file__).parent / "aot" / "layer.c"
+    library = tmp_path_factory.mktemp("layer") / "layer.so"
+    includes = [f"-I{find_include_path()}", f"-I{find_dlpack_include_path()}"]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    command = ["cc", "-shared", "-fPIC", *warnings, *includes, str(source), "-o", str(library), find_libtvm_ffi()]
+    subprocess.run(command, check=True)
+    return tvm_ffi.load_module(str(library)).get_function("launch_layer")
 
 
 @dataclass

@@ -1,13 +1,9 @@
-"""The public functions on the CPU: steps, layouts, torch.library, torch.compile; the host path of CUDA."""
+"""The public functions on the CPU: steps, layouts, torch.library, torch.compile."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,12 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_moe
 from cutlass_moe import checks
-from cutlass_moe.config import KernelSpec, RouteSpec
-from cutlass_moe.experts import launch_experts
 from cutlass_moe.workspace import workspace_size
 from epilogues import RoutingScale, SiluGate
 
@@ -320,93 +313,3 @@ assert not torch.cuda.is_initialized()
 """
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 0.2
-
-
-@pytest.fixture
-def torch_kernels(
-    torch_kernel: Callable[..., Callable[..., None]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[KernelSpec]]:
-    """Replaces the kernels, so that the host path of CUDA runs on CPU tensors. Gives the specs asked for."""
-    specs: list[KernelSpec] = []
-
-    def get_kernel(spec: KernelSpec) -> Callable[..., None]:
-        specs.append(spec)
-        return torch_kernel(spec, early=True)
-
-    names = ("routing._route", "permutation._permute", "grouped_gemm._gemm", "combine._combine")
-    lookups = [
-        getattr(importlib.import_module(f"cutlass_moe.{module}"), f"{function}_kernel")
-        for module, function in (name.split(".") for name in names)
-    ]
-    monkeypatch.setattr("cutlass_moe.aot.load.get_kernel", get_kernel)
-    monkeypatch.setattr(checks, "hopper_sm_count", lambda device: 132)
-    for lookup in lookups:
-        lookup.cache_clear()
-    yield specs
-    for lookup in lookups:
-        lookup.cache_clear()
-
-
-def path(frame: FrameType) -> str:
-    return frame.f_code.co_filename
-
-
-class NoAllocations(TorchDispatchMode):
-    """Fails where one of the package's host functions makes a tensor; what the stand-ins do is theirs."""
-
-    def __init__(self, allowed: bool) -> None:
-        super().__init__()
-        self.allowed = allowed
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "empty" in function.name():
-            frame = inspect.currentframe()
-            while frame is not None and (frame.f_code is self.__torch_dispatch__.__code__ or "/torch/" in path(frame)):
-                frame = frame.f_back
-            assert frame is not None
-            own = "/cutlass_moe/" in path(frame) and not path(frame).endswith("/reference.py")
-            assert self.allowed or not own, f"{function.name()} at {path(frame)}:{frame.f_lineno}"
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("in_workspace", [False, True])
-@pytest.mark.parametrize("layout", ["separate", "concatenated", "interleaved"])
-@pytest.mark.parametrize("shape", [(T, K, E), (1, 1, 1), (3, 1, 1), (1, 4, 2)])
-def test_host_path_of_the_kernels(
-    in_workspace: bool,
-    layout: str,
-    shape: tuple[int, int, int],
-    make_layer: Any,
-    torch_kernels: list[KernelSpec],
-) -> None:
-    tokens, top_k, experts = shape
-    layer = make_layer(tokens, top_k, experts, H, I, layout=layout, id_dtype=torch.int32, weight_dtype=torch.float16)
-    expected = cutlass_moe.fused_experts(*layer.arguments)
-    wide = torch.full((tokens, H + 8), torch.nan, dtype=torch.bfloat16)
-    out = wide[:, :H].as_strided((tokens, H), (3 if tokens == 1 else H + 8, 1))
-    workspace = None
-    if in_workspace:
-        size = workspace_size(tokens, top_k, H, I, experts, torch.bfloat16)
-        guarded = torch.full((size + 512,), 77, dtype=torch.uint8)
-        workspace = guarded[256:-256]
-    with NoAllocations(allowed=not in_workspace):
-        launch_experts(*(*layer.arguments, "silu", out, workspace))
-    if in_workspace:
-        assert (guarded[:256] == 77).all() and (guarded[-256:] == 77).all()
-    assert torch.equal(out, expected) and wide[:, H:].isnan().all()
-    assert [spec.describe()["kind"] for spec in torch_kernels] == [
-        "route",
-        "permute",
-        "gemm",
-        "gemm",
-        "combine",
-    ]
-    assert torch_kernels[0] == RouteSpec("int32", "float16")
-
-
-def test_host_path_launches_nothing_without_slots(make_layer: Any, torch_kernels: list[KernelSpec]) -> None:
-    layer = make_layer(3, 1, E, H, I)
-    out = torch.full((3, H), torch.nan, dtype=torch.bfloat16)
-    arguments = (layer.x, layer.w_gate, layer.w_up, layer.w_down, layer.ids[:, :0], layer.weights[:, :0])
-    launch_experts(*arguments, "silu", out, None)
-    assert not out.any() and not torch_kernels
