@@ -187,9 +187,35 @@ BAD_LAYER_ARGUMENTS: list[tuple[str, Callable[[], Any], type[Exception], str]] =
 def test_layer_argument(
     name: str, value: Callable[[], Any], error: type[Exception], message: str, call: dict[str, Any]
 ) -> None:
+    cutlass_moe.fused_experts(**call)  # what is right about the others is known then
     call[name] = value()
-    with pytest.raises(error, match=message):
-        cutlass_moe.fused_experts(**call)
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            cutlass_moe.fused_experts(**call)
+
+
+def test_calls_that_passed_are_told_apart(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second look is taken at what was not seen yet, and only at that."""
+    monkeypatch.setattr(checks, "_passed", set())
+    looked: list[Tensor] = []
+    monkeypatch.setattr(checks, "_check_hidden_states", looked.append)
+    out = torch.empty_like(call["x"])
+    expected = 0
+    for change in ({}, {"out": out}, {"activation": "gelu"}, {"x": strided((T, H), 40)}, {"b_down": ones(E, H)}):
+        expected += 1
+        for _ in range(3):
+            cutlass_moe.fused_experts(**(call | change))
+            assert len(looked) == expected
+    assert len(checks._passed) == expected
+    monkeypatch.setattr(checks, "MAX_PASSED", expected)
+    cutlass_moe.fused_experts(**(call | {"activation": "gelu_tanh"}))
+    assert len(checks._passed) == 1, "what is remembered is bounded"
+
+
+def test_calls_under_the_compiler_are_not_remembered(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_passed", set())
+    torch.compile(cutlass_moe.fused_experts, fullgraph=True, backend="eager")(**call)
+    assert not checks._passed
 
 
 def test_out_must_not_overlap_x(call: dict[str, Any]) -> None:
@@ -211,6 +237,8 @@ def test_grad_is_accepted_where_gradients_are_disabled(call: dict[str, Any]) -> 
     call["w_gate"].requires_grad_()
     with torch.no_grad():
         assert not cutlass_moe.fused_experts(**call).requires_grad
+    with pytest.raises(RuntimeError, match="w_gate requires grad"):
+        cutlass_moe.fused_experts(**call)
 
 
 @pytest.mark.parametrize(
