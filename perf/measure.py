@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,17 +12,21 @@ import torch
 
 from perf import results
 from perf.check import ERROR_LIMIT, reference_layer, relative_error
+from perf.limit import OutOfTime, time_limit
 from perf.monitor import Monitor
 from perf.options import Options
 from perf.ours import Steps, run_layer
-from perf.peers.base import Peer, Prepared
+from perf.peers.base import Call, Finish, Peer, Prepared
 from perf.peers.torch_layers import DenseTwoGemms
 from perf.results import PeerResult, StepResult
 from perf.roofline import Work, layer_work, step_works
 from perf.timing import Captured, EagerTimer, Spread, Stopwatch, time_in_turns
 from perf.workloads import Inputs, Weights, Workload
 
-MEMORY_SHARE = 0.8  # of the free memory that one call of a peer may take
+MEMORY_SHARE = 0.8  # of the free memory that the calls of a peer may take
+SLOW_FIRST_CALL_S = 1.0  # a first call from here on is told of
+
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,27 @@ class Contenders:
     eager: dict[str, EagerTimer] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a peer is checked and timed on."""
+
+    workload: Workload
+    inputs: Inputs
+    reference_TH: torch.Tensor
+    stopwatch: Stopwatch
+    options: Options
+    note: Note
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs.x_TH)
+
+
 def prepare_peers(
-    peer_types: Sequence[type[Peer]], weights: Weights, *, tune: bool = False
+    peer_types: Sequence[type[Peer]], weights: Weights, options: Options, note: Note = lambda text: None
 ) -> dict[str, Peer | PeerResult]:
     """Each peer, or why it is not ready: whatever a peer raises costs its own column only."""
-    prepared = Prepared(weights, tune)
+    prepared = Prepared(weights, options.tune_peers)
     peers: dict[str, Peer | PeerResult] = {}
     for peer_type in peer_types:
         empty = PeerResult(peer_type.what, peer_type.scope, captured=peer_type.capturable)
@@ -66,10 +86,14 @@ def prepare_peers(
         if reason:
             peers[peer_type.name] = replace(empty, absent=reason)
             continue
+        note(f"{peer_type.name}: preparing")
         try:
-            peers[peer_type.name] = peer_type(prepared)
+            with time_limit(options.peer_limit_s):
+                peers[peer_type.name] = peer_type(prepared)
         except Exception as error:
             peers[peer_type.name] = replace(empty, error=_one_line(error))
+        except OutOfTime:
+            peers[peer_type.name] = replace(empty, error=f"given up: not ready after {options.peer_limit_s:g} s")
     return peers
 
 
@@ -77,12 +101,14 @@ def measure(
     workload: Workload,
     inputs: Inputs,
     weights: Weights,
-    peers: Mapping[str, Peer | PeerResult],
+    peers: MutableMapping[str, Peer | PeerResult],
     stopwatch: Stopwatch,
     monitor: Monitor,
     options: Options,
+    note: Note = lambda text: None,
 ) -> Measurement:
-    """Times ours, its steps, the peers and dense cuBLAS on the same inputs."""
+    """Times ours, its steps, the peers and dense cuBLAS on the same inputs. A peer that is given up leaves `peers`, and
+    its result says why."""
     out_TH = torch.empty_like(inputs.x_TH)
 
     def ours() -> torch.Tensor:
@@ -101,7 +127,8 @@ def measure(
     for name, step in captured_steps.items():
         contenders.hot[f"step {name}"] = partial(stopwatch.device_ms, step.replay)
 
-    peer_results = add_peers(contenders, workload, peers, inputs, reference_layer(inputs, weights), stopwatch)
+    setting = Setting(workload, inputs, reference_layer(inputs, weights), stopwatch, options, note)
+    peer_results = add_peers(contenders, peers, setting)
     replay_equal = _replay_equal(captured, ours)
 
     began = time.monotonic()
@@ -160,12 +187,7 @@ def _step_results(
 
 
 def add_peers(
-    contenders: Contenders,
-    workload: Workload,
-    peers: Mapping[str, Peer | PeerResult],
-    inputs: Inputs,
-    reference_TH: torch.Tensor,
-    stopwatch: Stopwatch,
+    contenders: Contenders, peers: MutableMapping[str, Peer | PeerResult], setting: Setting
 ) -> dict[str, PeerResult]:
     """Checks each peer's output and adds those that are right to `contenders`; their times are not known yet."""
     peer_results: dict[str, PeerResult] = {}
@@ -173,26 +195,26 @@ def add_peers(
         if isinstance(peer, PeerResult):
             peer_results[name] = peer
             continue
+        empty = PeerResult(peer.what, peer.scope, captured=peer.capturable)
         try:
-            peer_results[name] = _add_peer(contenders, workload, peer, inputs, reference_TH, stopwatch)
+            peer_results[name] = _add_peer(contenders, peer, empty, setting)
         except Exception as error:  # as in prepare_peers
-            peer_results[name] = PeerResult(peer.what, peer.scope, captured=peer.capturable, error=_one_line(error))
+            peer_results[name] = replace(empty, error=_one_line(error))
+        except OutOfTime:  # not called again, whatever state it is in
+            limit_s = setting.options.peer_limit_s
+            reason = f"given up: its first call at T = {setting.tokens} took longer than {limit_s:g} s"
+            peers[name] = peer_results[name] = replace(empty, error=reason)
     return peer_results
 
 
-def _add_peer(
-    contenders: Contenders,
-    workload: Workload,
-    peer: Peer,
-    inputs: Inputs,
-    reference_TH: torch.Tensor,
-    stopwatch: Stopwatch,
-) -> PeerResult:
-    checked = PeerResult(peer.what, peer.scope, captured=peer.capturable)
-    needed = peer.call_bytes(workload, len(inputs.x_TH))
-    if needed and needed > MEMORY_SHARE * _free_bytes(inputs.x_TH.device):
-        return replace(checked, error=f"not run: one call needs {needed / 1e9:.0f} GB of device memory")
-    call, finish = peer.bind(inputs)
+def _add_peer(contenders: Contenders, peer: Peer, checked: PeerResult, setting: Setting) -> PeerResult:
+    options, stopwatch = setting.options, setting.stopwatch
+    copies = 2 if peer.capturable else 1  # a graph keeps its memory, and eager calls take as much again
+    needed = copies * peer.call_bytes(setting.workload, setting.tokens)
+    if needed and needed > MEMORY_SHARE * _free_bytes(setting.inputs.x_TH.device):
+        return replace(checked, error=f"not run: its calls need {needed / 1e9:.0f} GB of device memory")
+    call, finish, first_call_s = _first_call(peer, setting)
+    checked = replace(checked, first_call_s=first_call_s)
     if peer.capturable:
         graph = Captured.of(call)
         graph.output.fill_(math.nan)
@@ -200,17 +222,42 @@ def _add_peer(
         out_TH = finish(graph.output)
     else:
         out_TH = finish(call())
-    error = relative_error(out_TH, reference_TH)
+    error = relative_error(out_TH, setting.reference_TH)
     checked = replace(checked, relative_error=results.finite(error))
     if not error <= ERROR_LIMIT:
         wrong = f"wrong output, not timed: relative error {error:.3g}, at most {ERROR_LIMIT:g} expected"
         return replace(checked, error=wrong)
+    timer = EagerTimer(stopwatch, call)
+    call_s = timer() / 1e3
+    turns_s = call_s * copies * (options.turns.warm_up + options.turns.least)
+    if turns_s > options.peer_limit_s:
+        slow = f"not timed: one call takes {call_s:.3g} s and the fewest turns {turns_s:.0f} s"
+        return replace(checked, error=f"{slow}, more than {options.peer_limit_s:g} s")
     if peer.capturable:
         contenders.hot[peer.name] = partial(stopwatch.device_ms, graph.replay)
         if peer.scope == "layer":
             contenders.cool[peer.name] = partial(stopwatch.cool_ms, graph.replay)
-    contenders.eager[peer.name] = EagerTimer(stopwatch, call)
+    contenders.eager[peer.name] = timer
     return checked
+
+
+def _first_call(peer: Peer, setting: Setting) -> tuple[Call, Finish, float]:
+    """Binds the peer to the inputs and calls it once, which may import, compile and tune: both, and the seconds.
+
+    Raises:
+        OutOfTime: it took longer than the limit.
+    """
+    if not peer.called:
+        setting.note(f"{peer.name}: first call")
+    began = time.monotonic()
+    with time_limit(setting.options.peer_limit_s):
+        call, finish = peer.bind(setting.inputs)
+        setting.stopwatch.eager(call)
+    peer.called = True
+    took_s = time.monotonic() - began
+    if took_s >= SLOW_FIRST_CALL_S:
+        setting.note(f"{peer.name}: first call at T = {setting.tokens} took {took_s:.1f} s")
+    return call, finish, took_s
 
 
 def _free_bytes(device: torch.device) -> int:

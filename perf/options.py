@@ -29,6 +29,7 @@ class Options:
         routing: None means each workload's own.
         turns, cool_turns: repeats of hot and of cool timing.
         tune_peers: whether peers may tune themselves first.
+        peer_limit_s: how long a peer's preparation, its first call on new inputs, and its turns may each take.
     """
 
     workloads: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Options:
     turns: Turns = field(default_factory=Turns)
     cool_turns: Turns = field(default_factory=lambda: Turns(least=5, most=10, budget_s=1.0, warm_up=0))
     tune_peers: bool = False
+    peer_limit_s: float = 120.0
     output: Path | None = None
 
     def why_partial(self) -> str | None:

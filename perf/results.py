@@ -26,6 +26,7 @@ class PeerResult:
         ms, p10_ms, p90_ms: graph replay, hot; of eager calls where the peer can't be captured (`captured` False).
         eager_ms, host_us: a call that meets an idle device, and the host's part of it.
         cool_ms: graph replay, cool.
+        first_call_s: its first call on these inputs, with what it compiles or tunes then.
         error: why it did not run or was not timed. `absent`: why it is not here at all.
     """
 
@@ -38,6 +39,7 @@ class PeerResult:
     host_us: float | None = None
     cool_ms: float | None = None
     captured: bool = True
+    first_call_s: float | None = None
     relative_error: float | None = None
     error: str | None = None
     absent: str | None = None
@@ -141,7 +143,8 @@ class CaseResult:
 class RunResult:
     """A run: what was measured on, and the cases, in the order they were measured.
 
-    `not_for_the_record` says why the result can't stand as the record; `complete`, that the run came to its end.
+    `not_for_the_record` says why the result can't stand as the record; `complete`, that the run came to its end;
+    `seconds`, how long it had taken when it was last saved.
     """
 
     device: str
@@ -154,6 +157,7 @@ class RunResult:
     state: dict[str, dict[str, Any]]
     not_for_the_record: str | None = None
     complete: bool = False
+    seconds: float | None = None
     cases: list[CaseResult] = field(default_factory=list)
     schema: str = SCHEMA
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from perf.runner import run, steps_of_progress
 from perf.timing import Turns
 from perf.workloads import more_models, workloads
 
+TUNING_LIMIT_S = 1200.0
 QUICK_ROUNDS = 2
 QUICK_TURNS = Turns(least=3, most=10, budget_s=0.5, warm_up=1)
 QUICK_COOL_TURNS = Turns(least=3, most=3, budget_s=0.0, warm_up=0)
@@ -47,6 +49,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--tune-peers", action="store_true", help="peers that can tune themselves do so first: minutes a shape"
+    )
+    command.add_argument(
+        "--peer-limit",
+        type=_positive,
+        metavar="SECONDS",
+        help="give a peer up whose preparation, first call or fewest turns take longer"
+        f" (default: {Options.peer_limit_s:g}, with --tune-peers {TUNING_LIMIT_S:g})",
     )
     command.add_argument(
         "--output",
@@ -88,6 +97,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         peers=tuple(arguments.peers),
         rounds=0 if arguments.no_check else rounds,
         tune_peers=arguments.tune_peers,
+        peer_limit_s=arguments.peer_limit or (TUNING_LIMIT_S if arguments.tune_peers else Options.peer_limit_s),
         output=arguments.output,
     )
     if arguments.quick:
@@ -103,12 +113,14 @@ def command(arguments: argparse.Namespace) -> int:
     """
     options = options_of(arguments)
     lines = sys.stderr if arguments.json else sys.stdout
+    began = time.monotonic()
     with console.progress_bar(steps_of_progress(make_plans(options), options)) as advance:
         result = run(
             options,
             started=lambda result, path: print(console.header(result, path), file=lines, flush=True),
             measured=lambda case: print(console.case_line(case), file=lines, flush=True),
             advance=advance,
+            note=lambda text: print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
         )
     print(console.summary(result), file=lines)
     if arguments.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -11,7 +12,7 @@ import torch
 
 from perf import environment, results
 from perf.check import Verdict, check_layer
-from perf.measure import Measurement, measure, prepare_peers
+from perf.measure import Measurement, Note, measure, prepare_peers
 from perf.monitor import Monitor
 from perf.options import Options, Plan, make_plans, require_device
 from perf.ours import run_layer
@@ -38,6 +39,7 @@ def run(
     started: Callable[[RunResult, Path], None] = lambda result, path: None,
     measured: Callable[[CaseResult], None] = lambda case: None,
     advance: Advance = lambda label, amount: None,
+    note: Note = lambda text: None,
 ) -> RunResult:
     """Measures every case and saves the result after each token count.
 
@@ -45,10 +47,12 @@ def run(
         started: told once the roofs are known, with the file the result goes to.
         measured: told of each case.
         advance: told of what is done, and how much of the run it was.
+        note: told what takes its time now.
 
     Raises:
         PerfError: the request cannot be measured here; nothing was measured.
     """
+    began = time.monotonic()
     peer_types = get_peers(options.peers)
     plans = make_plans(options)
     device = require_device(plans, [peer for peer in peer_types if peer.absent() is None])
@@ -93,16 +97,18 @@ def run(
                 advance=lambda label: advance(label, 1),
             )
             torch.cuda.empty_cache()  # the reference's large fp32 blocks make room for the peers' weights
-            peers = prepare_peers(peer_types, weights, tune=options.tune_peers)
+            note(f"{plan.workload.name}: {options.rounds} rounds of the check done")
+            peers = prepare_peers(peer_types, weights, options, note)
             for tokens in plan.tokens:
                 inputs = plan.workload.make_inputs(tokens, generator)
-                measurement = measure(plan.workload, inputs, weights, peers, stopwatch, monitor, options)
+                measurement = measure(plan.workload, inputs, weights, peers, stopwatch, monitor, options, note)
                 for case in plan.cases:
                     if case.tokens == tokens:
                         case_result = make_case(plan.workload, case, verdicts[tokens], measurement, roofs)
                         result.cases.append(case_result)
                         measured(case_result)
                 state["end"] = environment.device_state()
+                result.seconds = time.monotonic() - began
                 results.save(result, path)
                 torch.cuda.empty_cache()
                 advance(f"{plan.workload.name}: T = {tokens} timed", TIMING_WEIGHT)

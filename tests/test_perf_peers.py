@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -16,10 +17,12 @@ import torch
 
 from perf import PerfError, measure
 from perf.check import reference_layer, relative_error
+from perf.options import Options
 from perf.ours import Steps, run_layer
 from perf.peers import PEERS, cutlass_cpp
 from perf.peers.base import Peer, Prepared, Rows, silu_gate
 from perf.peers.deep_gemm import DeepGemm
+from perf.peers.layers import LigerKernel
 from perf.peers.torch_layers import CublasLoop, TorchGroupedMm
 from perf.peers.transformers_experts import TransformersGroupedMm
 from perf.results import PeerResult
@@ -110,11 +113,21 @@ class TestAdapters:
         call, finish = DeepGemm(Prepared(weights)).bind(inputs)
         assert relative_error(finish(call()), reference_layer(inputs, weights)) < 1e-2
 
+    @pytest.mark.parametrize(("tune", "setting"), [(False, "0"), (True, None)])
+    def test_liger_tunes_only_when_asked(
+        self, tune: bool, setting: str | None, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "")  # so that it is as before when the test ends
+        monkeypatch.delenv("LIGER_FUSED_MOE_AUTOTUNE")
+        LigerKernel(Prepared(weights, tune))
+        assert os.environ.get("LIGER_FUSED_MOE_AUTOTUNE") == setting
+
     def test_absent_peers_say_what_is_missing(self, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(cutlass_cpp.LIBRARY_VARIABLE, raising=False)
         monkeypatch.setattr(shutil, "which", lambda name: None)
         names = ["quack", "sonicmoe", "vllm_triton", "flashinfer_cutedsl", "triton_kernels", "deep_gemm", "liger"]
-        for name, peer in measure.prepare_peers([PEERS[name] for name in [*names, "cutlass_cpp"]], weights).items():
+        peer_types = [PEERS[name] for name in [*names, "cutlass_cpp"]]
+        for name, peer in measure.prepare_peers(peer_types, weights, Options()).items():
             assert isinstance(peer, PeerResult) and peer.absent and peer.error is None, name
         with pytest.raises(PerfError, match="there is no nvcc"):
             cutlass_cpp.build(Path("nowhere"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from cutlass_moe.aot.manifest import LibraryError
 from perf import measure, options, results, runner
 from perf.__main__ import main
+from perf.check import reference_layer
 from perf.options import Options
 from perf.peers.base import Prepared
 from perf.peers.torch_layers import TorchGroupedMm
@@ -70,8 +73,9 @@ def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cpu_run")
 class TestRun:
-    def run(self, folder: Path, **arguments: Any) -> RunResult:
-        return runner.run(Options(**{"workloads": ("tiny",), "rounds": 2, "output": folder, **arguments}))
+    def run(self, folder: Path, note: Callable[[str], None] = lambda text: None, **arguments: Any) -> RunResult:
+        given = Options(**{"workloads": ("tiny",), "rounds": 2, "output": folder, **arguments})
+        return runner.run(given, note=note)
 
     def test_every_case_is_checked_timed_and_saved(self, tmp_path: Path) -> None:
         result = self.run(tmp_path, peers=("torch_grouped_mm", "cublas_loop", "deep_gemm"))
@@ -92,7 +96,7 @@ class TestRun:
         assert case.peers["deep_gemm"].ms is None
         assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
         saved = results.load(tmp_path / "shapes.json")
-        assert saved.cases == result.cases and saved.complete and saved.not_for_the_record
+        assert saved.cases == result.cases and saved.complete and saved.not_for_the_record and saved.seconds
 
     def test_routing_given_on_the_command_line(self, tmp_path: Path) -> None:
         case = self.run(tmp_path, routing="all-to-one").cases[0]
@@ -134,7 +138,56 @@ class TestRun:
     ) -> None:
         monkeypatch.setattr(TorchGroupedMm, "call_bytes", staticmethod(lambda workload, tokens: 2**63))
         peer = self.run(tmp_path).cases[0].peers["torch_grouped_mm"]
-        assert peer.error == "not run: one call needs 9223372037 GB of device memory"
+        assert peer.error == "not run: its calls need 18446744074 GB of device memory"  # a graph, and eager calls
+
+    def test_a_first_call_is_timed_and_told_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def compiles(self: TorchGroupedMm, inputs: Inputs) -> torch.Tensor:
+            if not self.called:
+                time.sleep(0.02)
+            return reference_layer(inputs, self.prepared.weights).bfloat16()
+
+        monkeypatch.setattr(TorchGroupedMm, "__call__", compiles)
+        monkeypatch.setattr(measure, "SLOW_FIRST_CALL_S", 0.02)
+        notes: list[str] = []
+        first, second, _ = self.run(tmp_path, note=notes.append).cases
+        assert (first.peers["torch_grouped_mm"].first_call_s or 0) >= 0.02
+        assert (second.peers["torch_grouped_mm"].first_call_s or 1) < 0.02
+        assert [text for text in notes if "grouped" in text] == [
+            "torch_grouped_mm: preparing",
+            "torch_grouped_mm: first call",
+            "torch_grouped_mm: first call at T = 3 took 0.0 s",
+        ]
+
+    def test_a_first_call_that_takes_too_long_is_given_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = []
+
+        def tunes(self: TorchGroupedMm, inputs: Inputs) -> torch.Tensor:
+            calls.append(len(inputs.x_TH))
+            with suppress(Exception):  # as tuners do
+                time.sleep(60)
+            raise AssertionError("not ended")
+
+        monkeypatch.setattr(TorchGroupedMm, "__call__", tunes)
+        cases = self.run(tmp_path, peer_limit_s=0.05).cases
+        assert {case.peers["torch_grouped_mm"].error for case in cases} == {
+            "given up: its first call at T = 3 took longer than 0.05 s"
+        }
+        assert calls == [3] and all(case.passed for case in cases)
+
+    def test_a_preparation_that_takes_too_long_is_given_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TorchGroupedMm, "__init__", lambda self, prepared: time.sleep(60))
+        peer = self.run(tmp_path, peer_limit_s=0.05).cases[0].peers["torch_grouped_mm"]
+        assert peer.error == "given up: not ready after 0.05 s"
+
+    def test_a_peer_too_slow_for_its_turns_is_not_timed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FakeStopwatch, "eager", lambda self, call: (FakeStopwatch.device_ms(self, call) * 1e3, 0.1))
+        peer = self.run(tmp_path, peer_limit_s=35).cases[0].peers["torch_grouped_mm"]
+        assert peer.error == "not timed: one call takes 2 s and the fewest turns 36 s, more than 35 s"
+        assert peer.ms is None and peer.first_call_s is not None and peer.relative_error is not None
 
     def test_a_replay_that_writes_nothing_fails_the_case(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(FakeGraph, "replay", lambda self: None)

@@ -53,6 +53,9 @@ class Peer(ABC):
         module: what must be importable for it to run; empty where torch is enough.
         scope: "layer", or "gemms" for the two GEMMs with what lies between them.
         capturable: False where a call waits for the device, which a CUDA graph forbids.
+
+    Attributes:
+        called: whether it was called before.
     """
 
     name: ClassVar[str]
@@ -64,6 +67,7 @@ class Peer(ABC):
     def __init__(self, prepared: Prepared) -> None:
         """Prepares the weights as the peer wants them, outside the timing."""
         self.prepared = prepared
+        self.called = False
 
     @classmethod
     def absent(cls) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -146,8 +147,14 @@ class LigerKernel(Peer):
     capturable = False
     what = (
         "whole layer, ids to output, eager (one host sync inside): LigerFusedMoEFunction forward on a gate-up weight"
-        " fused before; also writes the pre-activation that its backward wants"
+        " fused before; also writes the pre-activation that its backward wants; its one fixed configuration unless"
+        " --tune-peers"
     )
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared)
+        if not prepared.tune:  # read on import; tuning compiles 104 kernels for each shape
+            os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         with torch.no_grad():
