@@ -56,7 +56,7 @@ def a_case(tokens: int, ms: float = 5.0, **changes: object) -> CaseResult:
         gaps_ms=0.1 * ms,
         peers={
             "torch_grouped_mm": PeerResult("all of it, by torch", "layer", 7.0, 6.9, 7.1, 7.2, 90.0, 6.8),
-            "rival": PeerResult("all of it, by a rival", "layer", 5.2, 5.1, 5.3, 5.4, 80.0, 5.0),
+            "rival": PeerResult("all of it, by a rival", "layer", 5.2, 5.1, 5.3, 5.4, 80.0, 5.0, True, 9.8),
             "gemms_only": PeerResult("two GEMMs", "gemms", 4.0, 3.9, 4.1, 4.2, 30.0),
             "looped": PeerResult("a loop", "layer", 9.0, 8.9, 9.1, 9.0, 900.0, captured=False),
             "quack": PeerResult("nothing", absent="quack is not installed"),
@@ -111,11 +111,13 @@ class TestModel:
         peers = {peer.name: peer for peer in model.peers_of(a_result(a_case(1), a_case(2, 4.0)))}
         assert peers["quack"].notes == ("absent: quack is not installed",) and peers["quack"].cases == 0
         assert (peers["rival"].lowest_ratio, peers["rival"].highest_ratio) == (1.04, 1.3)
+        assert peers["rival"].first_call_s == 9.8 and peers["looped"].first_call_s is None
         assert list(peers)[-2:] == ["quack", "wrong"]
 
     def test_merge(self) -> None:
-        merged = model.merge([a_result(a_case(1)), a_result(a_case(2), complete=False)])
-        assert [case.tokens for case in merged.cases] == [1, 2] and not merged.complete
+        merged = model.merge([a_result(a_case(1), seconds=60.0), a_result(a_case(2), complete=False, seconds=7.5)])
+        assert [case.tokens for case in merged.cases] == [1, 2] and not merged.complete and merged.seconds == 67.5
+        assert model.merge([merged, a_result(a_case(3))]).seconds is None
         for other, message in (
             (a_result(a_case(1)), "is in two of the results"),
             (a_result(a_case(2), commit="other"), "different commits can't be put together"),
@@ -198,7 +200,7 @@ class TestPages:
         for part in (
             "NVIDIA H200", "0123456789abcdef", "the tree differs from its commit", "jamba_large", "ling_flash",
             "5.600", "4 x 256", "rival", "▼", "FAIL", "1500 MHz, 690 W", "quack is not installed", "two GEMMs",
-            "0.99912", "3.0e-03", "faster", "-9.1 %", "13 GB", "4.40 TB/s read", "power W 690",
+            "0.99912", "3.0e-03", "9.8 s", "faster", "-9.1 %", "13 GB", "4.40 TB/s read", "power W 690",
         ):  # fmt: skip
             assert part in text, part
         assert "{{" not in text and "None" not in text

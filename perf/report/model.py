@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer over all cases."""
+    """A peer over all cases; `first_call_s` is the longest."""
 
     name: str
     what: str
@@ -48,6 +48,7 @@ class Peer:
     cases: int
     lowest_ratio: float | None
     highest_ratio: float | None
+    first_call_s: float | None
     notes: tuple[str, ...]
 
 
@@ -116,6 +117,8 @@ def merge(results: Sequence[RunResult]) -> RunResult:
     reasons = [result.not_for_the_record for result in results if result.not_for_the_record]
     merged = replace(first, cases=cases, not_for_the_record=reasons[0] if reasons else None)
     merged.complete = all(result.complete for result in results)
+    times = [result.seconds for result in results if result.seconds is not None]
+    merged.seconds = sum(times) if len(times) == len(results) else None
     if not cases:
         raise PerfError("the results have no cases")
     # Several published cases may share shape, batch and T; the same T of one workload twice over results may not.
@@ -169,7 +172,8 @@ def peers_of(result: RunResult) -> list[Peer]:
         )
         first = entries[0][1]
         low, high = (ratios[0], ratios[-1]) if ratios else (None, None)
-        found.append(Peer(name, first.what, first.scope, len(ratios), low, high, tuple(notes)))
+        first_call_s = max((peer.first_call_s for _, peer in entries if peer.first_call_s is not None), default=None)
+        found.append(Peer(name, first.what, first.scope, len(ratios), low, high, first_call_s, tuple(notes)))
     return sorted(found, key=lambda peer: peer.cases == 0)
 
 
