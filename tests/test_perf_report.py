@@ -96,9 +96,20 @@ class TestModel:
     def test_summary_names_the_worst_loss_and_failures(self) -> None:
         cases = [a_case(1), a_case(2, 5.2), a_case(4, 6.5), a_case(8, 5.5, passed=False), a_case(16, peers={})]
         assert model.summarise(model.groups(a_result(*cases))).text == (
-            "faster than the best peer in 1, level in 1, slower in 2, without a peer in 1; the worst loss is"
-            " jamba_large T = 4: rival takes 80% of our time; 1 FAIL their check"
+            "of 5 cases faster than the best peer in 1, level in 1, slower in 2, without a peer in 1; the worst loss is"
+            " jamba_large T = 4: rival takes 80% of our time; check FAILED in 1"
         )
+
+    @pytest.mark.parametrize(("ms", "verdict"), [(4.9, "loss"), (4.96, "tie"), (5.1, "win")])
+    def test_peers_tuned_earlier_are_shown_beside(self, ms: float, verdict: str) -> None:
+        cases = [
+            a_case(512, recorded_peers_ms={"slow": 9.0, "tuned": ms, "deepgemm_two_gemms_only": 1.0}),
+            a_case(1024),
+        ]
+        (group,) = model.groups(a_result(*cases))
+        assert group.rows[0].earlier_peer == ("tuned", ms) and group.rows[0].earlier_verdict == verdict
+        assert group.rows[1].earlier_peer is None and group.rows[0].verdict == "win", "of peers in the same run"
+        assert f"earlier session in {int(verdict == 'loss')} of 1" in model.summarise([group]).text
 
     def test_groups_and_what_was_timed_once(self) -> None:
         cases = [a_case(8, batch=2), a_case(8, batch=1), a_case(4), a_case(8, routing="zipf:1")]

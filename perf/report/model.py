@@ -9,6 +9,8 @@ from perf import PerfError
 from perf.results import CaseResult, RunResult
 from perf.roofline import Roofs, Work
 
+# Recorded among the peers of earlier sessions, and no layers.
+RECORDED_GEMMS = ("cublas_dense_same_flops_one_expert", "deepgemm_two_gemms_only")
 TIE = 0.01  # a ratio to the best peer within this of 1 is neither a win nor a loss
 
 
@@ -27,15 +29,29 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.ratio is None:
-            return "no peer"
-        if abs(self.ratio - 1) <= TIE:
-            return "tie"
-        return "win" if self.ratio > 1 else "loss"
+        return _verdict(self.ratio)
+
+    @property
+    def earlier_peer(self) -> tuple[str, float] | None:
+        """The fastest of the tuned peers recorded in earlier sessions, and its ms: orientation, not a comparison."""
+        layers = {n: ms for n, ms in self.case.recorded_peers_ms.items() if n not in RECORDED_GEMMS}
+        return min(layers.items(), key=lambda item: item[1], default=None)
+
+    @property
+    def earlier_verdict(self) -> str:
+        return _verdict(self.earlier_peer[1] / self.case.ms if self.earlier_peer else None)
 
     @property
     def check(self) -> str:
         return {True: "pass", False: "FAIL", None: "not checked"}[self.case.passed]
+
+
+def _verdict(ratio: float | None) -> str:
+    if ratio is None:
+        return "no peer"
+    if abs(ratio - 1) <= TIE:
+        return "tie"
+    return "win" if ratio > 1 else "loss"
 
 
 @dataclass(frozen=True)
@@ -79,11 +95,14 @@ class Summary:
     without_peer: int
     failed: int
     worst: Row | None
+    earlier: int
+    behind_earlier: int
 
     @property
     def text(self) -> str:
+        cases = self.wins + self.ties + self.losses + self.without_peer
         parts = [
-            f"faster than the best peer in {self.wins}",
+            f"of {cases} cases faster than the best peer in {self.wins}",
             f"level in {self.ties}",
             f"slower in {self.losses}",
         ]
@@ -96,7 +115,9 @@ class Summary:
                 f"; the worst loss is {worst.case.workload} T = {worst.case.tokens}: {worst.best_peer} takes"
                 f" {worst.ratio:.0%} of our time"
             )
-        return text + (f"; {self.failed} FAIL their check" if self.failed else "")
+        if self.earlier:
+            text += f"; behind the best peer tuned in an earlier session in {self.behind_earlier} of {self.earlier}"
+        return text + (f"; check FAILED in {self.failed}" if self.failed else "")
 
 
 def merge(results: Sequence[RunResult]) -> RunResult:
@@ -158,6 +179,8 @@ def summarise(all_groups: Sequence[Group]) -> Summary:
         without_peer=verdicts.count("no peer"),
         failed=sum(row.case.passed is False for row in rows),
         worst=min(losses, key=lambda row: row.ratio or 0.0) if losses else None,
+        earlier=sum(row.earlier_peer is not None for row in rows),
+        behind_earlier=sum(row.earlier_verdict == "loss" for row in rows),
     )
 
 

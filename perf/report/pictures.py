@@ -91,13 +91,13 @@ def time_split(group: Group) -> str:
             axes.barh(range(len(cases)), shares, left=lefts, color=colour, hatch=hatch, label=name, height=0.72,
                       edgecolor="white", linewidth=0.5)  # fmt: skip
             for index, (left, share) in enumerate(zip(lefts, shares, strict=True)):
-                if share >= 7:
+                if share >= 10:
                     ink = "white" if name == "gemm1" else BLACK
-                    axes.text(left + share / 2, index, f"{_step(cases[index], name):.3g}", ha="center", va="center",
-                              fontsize=7.5, color=ink)  # fmt: skip
+                    text = _three_digits(_step(cases[index], name))
+                    axes.text(left + share / 2, index, text, ha="center", va="center", fontsize=7.5, color=ink)
             lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
         for index, case in enumerate(cases):
-            axes.text(101, index, f"{case.ms:.3g} ms", va="center", fontsize=8)
+            axes.text(101, index, f"{_three_digits(case.ms)} ms", va="center", fontsize=8)
         axes.set_yticks(range(len(cases)), [f"T = {case.tokens}" for case in cases])
         axes.invert_yaxis()
         axes.set(
@@ -106,6 +106,10 @@ def time_split(group: Group) -> str:
         axes.set_xticks(range(0, 101, 20))
         axes.legend(ncols=6, loc="lower center", bbox_to_anchor=(0.45, 1.0), fontsize=8, handlelength=1.6)
         return _svg(figure)
+
+
+def _three_digits(ms: float) -> str:
+    return f"{ms:#.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def _step(case: CaseResult, name: str) -> float:
@@ -124,6 +128,7 @@ def time_against_tokens(group: Group) -> str:
     cases = [case for case in group.timed if case.tokens in kept]
     tokens = [case.tokens for case in cases]
     dense = [case.dense_ms if case.dense_ms >= DENSE_MATTERS * case.roof_ms else None for case in cases]
+    roofs = [case.roof_ms for case in cases]
     with plt.rc_context(STYLE):
         figure, (upper, lower) = plt.subplots(
             2, 1, figsize=(8, 6.6), layout="constrained", sharex=True, height_ratios=(1, 1)
@@ -132,7 +137,7 @@ def time_against_tokens(group: Group) -> str:
             ("ours", [case.ms for case in cases], {"color": OURS, "marker": "o", "linewidth": 2.2, "zorder": 5}),
             ("ours, cool", [case.cool_ms for case in cases], {"color": OURS, "marker": "o", "fillstyle": "none",
              "linestyle": ":", "zorder": 4}),
-            ("dense cuBLAS", dense, {"color": GREY, "linestyle": "--"}),
+            ("dense cuBLAS", dense, {"color": GREY, "linestyle": "--", "marker": "."}),
         ]  # fmt: skip
         styles = zip(group.peers, cycle(COLOURS), cycle(MARKERS), cycle(DASHES[1:]), strict=False)
         for name, colour, marker, dash in styles:
@@ -140,23 +145,22 @@ def time_against_tokens(group: Group) -> str:
             style = {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.1, "markersize": 4.5}
             scope = next(case.peers[name].scope for case in cases if name in case.peers)
             curves.append((name if scope == "layer" else f"{name} (GEMMs only)", times, style))
-        upper.plot(tokens, [case.roof_ms for case in cases], color=BLACK, linewidth=1.6, label="roof, measured")
+        upper.plot(tokens, roofs, color=BLACK, linewidth=1.6, label="roof, measured")
         lower.axhline(1, color=BLACK, linewidth=1.6)
         ratios: list[float] = []
         for label, times, style in curves:
-            shown = [(t, ms, ms / case.roof_ms) for t, ms, case in zip(tokens, times, cases, strict=True) if ms]
-            if not shown:
+            if not any(times):
                 continue
-            xs, ys, over = zip(*shown, strict=True)
-            upper.plot(xs, ys, label=label, **style)
-            lower.plot(xs, over, **style)
-            ratios += [ratio for ratio in over if label != "dense cuBLAS"]
+            over = [ms / roof if ms else math.nan for ms, roof in zip(times, roofs, strict=True)]
+            upper.plot(tokens, [ms or math.nan for ms in times], label=label, **style)  # NaN: a gap in the line
+            lower.plot(tokens, over, **style)
+            ratios += [ratio for ratio in over if not math.isnan(ratio) and label != "dense cuBLAS"]
         upper.set(xscale="log", yscale="log", ylabel="ms a call")
         top = min(max(ratios) * 1.05, 4.0)
         lower.set(xscale="log", ylim=(min(0.9, *ratios) - 0.02, top), ylabel="times the roof", xlabel="tokens")
         if max(ratios) > top:
-            lower.annotate(f"up to {max(ratios):.1f} not shown", (0.99, 0.95), xycoords="axes fraction", ha="right",
-                           va="top", fontsize=8, color=GREY)  # fmt: skip
+            lower.annotate(f"up to {max(ratios):.1f} not shown", (1, 1.01), xycoords="axes fraction", ha="right",
+                           va="bottom", fontsize=8, color=GREY)  # fmt: skip
         _plain_ticks(upper)
         lower.xaxis.set_major_locator(FixedLocator(_spaced(tokens)))
         lower.xaxis.set_minor_locator(NullLocator())
