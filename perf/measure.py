@@ -212,7 +212,7 @@ def _add_peer(contenders: Contenders, peer: Peer, checked: PeerResult, setting: 
     copies = 2 if peer.capturable else 1  # a graph keeps its memory, and eager calls take as much again
     needed = copies * peer.call_bytes(setting.workload, setting.tokens)
     if needed and needed > MEMORY_SHARE * _free_bytes(setting.inputs.x_TH.device):
-        return replace(checked, error=f"not run: its calls need {needed / 1e9:.0f} GB of device memory")
+        return replace(checked, error="not run: its calls need more device memory than is free")
     call, finish, first_call_s = _first_call(peer, setting)
     checked = replace(checked, first_call_s=first_call_s)
     if peer.capturable:

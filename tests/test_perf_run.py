@@ -18,7 +18,7 @@ from perf.__main__ import main
 from perf.check import reference_layer
 from perf.options import Options
 from perf.peers.base import Prepared
-from perf.peers.torch_layers import TorchGroupedMm
+from perf.peers.torch_layers import CublasLoop, TorchGroupedMm
 from perf.results import RunResult
 from perf.roofline import Roofs
 from perf.timing import Captured
@@ -138,7 +138,14 @@ class TestRun:
     ) -> None:
         monkeypatch.setattr(TorchGroupedMm, "call_bytes", staticmethod(lambda workload, tokens: 2**63))
         peer = self.run(tmp_path).cases[0].peers["torch_grouped_mm"]
-        assert peer.error == "not run: its calls need 18446744074 GB of device memory"  # a graph, and eager calls
+        assert peer.error == "not run: its calls need more device memory than is free"
+
+    def test_a_graph_takes_memory_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for peer_type in (TorchGroupedMm, CublasLoop):
+            monkeypatch.setattr(peer_type, "call_bytes", staticmethod(lambda workload, tokens: 60))
+        monkeypatch.setattr(measure, "_free_bytes", lambda device: 100)
+        peers = self.run(tmp_path, peers=("torch_grouped_mm", "cublas_loop")).cases[0].peers
+        assert peers["torch_grouped_mm"].error and not peers["cublas_loop"].error
 
     def test_a_first_call_is_timed_and_told_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def compiles(self: TorchGroupedMm, inputs: Inputs) -> torch.Tensor:
