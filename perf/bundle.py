@@ -1,4 +1,5 @@
-"""`python -m perf.bundle` packs into `.carry/` what a GPU machine with neither the DSL nor a network needs.
+"""`python -m perf.bundle` packs into `.carry/` what a GPU machine with neither the DSL nor a network needs, and with
+`--peers` into `.peers/` the peers that such a machine lacks.
 
 There, in the repository's root: `source .carry/env.sh`, then run whatever needs the kernels.
 """
@@ -8,23 +9,18 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cutlass_moe.__main__ import main as cutlass_moe_main
 from cutlass_moe.aot.locations import LIBRARY_NAME, MANIFEST_NAME, cache_directory, default_output
+from perf import bundle_peers
 from perf.peers import cutlass_cpp
+from perf.wheels import download
 
 FOLDER = Path(__file__).resolve().parents[1] / ".carry"
 BUILDS = cache_directory() / "bundle"  # of modules' kernels, kept so that only what changed is compiled
-PLATFORMS = (
-    "manylinux_2_28_x86_64",
-    "manylinux_2_24_x86_64",
-    "manylinux_2_17_x86_64",
-    "manylinux2014_x86_64",
-)
 ENVIRONMENT = """\
 # Source this in bash on the GPU machine: it installs the wheel into a temporary folder and sets the paths.
 carried="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -42,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python-version", default="3.12", help="Python of the GPU machine (default: 3.12)")
     parser.add_argument(
         "--cutlass-peer", action="store_true", help="pack the stock CUTLASS C++ GEMM that perf run compares with, too"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="pack QuACK, liger and the DSL that QuACK compiles with into .peers/, too"
     )
     parser.add_argument(
         "--module",
@@ -66,20 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copy2(cutlass_cpp.build(cutlass_cpp.CACHE), FOLDER / "cutlass_peer.so")
     libraries = ":".join(f"$carried/{folder}" for folder in built)
     (FOLDER / "env.sh").write_text(f'{ENVIRONMENT}export CUTLASS_MOE_LIBRARY="{libraries}"\n')
-    download_tvm_ffi(parsed.python_version)
-    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
-    print(f"{FOLDER.name}: {size / 2**20:.1f} MiB; there: source {FOLDER.name}/env.sh")
+    tvm_ffi = f"apache-tvm-ffi=={importlib.metadata.version('apache-tvm-ffi')}"
+    download(FOLDER, parsed.python_version, [tvm_ffi])
+    folders = [FOLDER]
+    if parsed.peers:
+        bundle_peers.pack(parsed.python_version)
+        folders.append(bundle_peers.FOLDER)
+    for folder in folders:
+        print(f"{folder.name}: {size_MiB(folder):.1f} MiB; there: source {folder.name}/env.sh")
     return 0
 
 
-def download_tvm_ffi(python_version: str) -> None:
-    """Fetches the installed version of tvm_ffi for that Python. Raises CalledProcessError if pip fails."""
-    requirement = f"apache-tvm-ffi=={importlib.metadata.version('apache-tvm-ffi')}"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    command += ["--python-version", python_version, "--implementation", "cp", "-d", str(FOLDER), requirement]
-    for platform in PLATFORMS:
-        command += ["--platform", platform]
-    subprocess.run(command, check=True)
+def size_MiB(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
 
 
 if __name__ == "__main__":
