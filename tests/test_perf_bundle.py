@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from perf import bundle_peers
+from cutlass_moe.aot.locations import LIBRARY_NAME, MANIFEST_NAME
+from perf import bundle, bundle_peers
 
 PURE = {"quack/__init__.py": "ABOVE = __file__.split('/')[-3]", "quack/notes.md": "", "quack/typed.pyi": ""}
 NATIVE = {
@@ -64,3 +65,22 @@ def test_it_is_packed_again_only_where_something_changed(folder: Path, monkeypat
     bundle_peers.pack("3.12", folder)
     with tarfile.open(folder / bundle_peers.ARCHIVE) as archive:
         assert "quack/notes.md" in archive.getnames()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--peers", "--python-version", "3.13"]])
+def test_peers_are_packed_only_when_asked(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed: list[str] = []
+    for name in (LIBRARY_NAME, MANIFEST_NAME):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(bundle, "FOLDER", tmp_path / ".carry")
+    monkeypatch.setattr(bundle_peers, "FOLDER", tmp_path / ".peers")
+    monkeypatch.setattr(bundle, "cutlass_moe_main", lambda arguments: 0)
+    monkeypatch.setattr(bundle, "default_output", lambda: tmp_path)
+    monkeypatch.setattr(bundle, "download", lambda folder, python_version, requirements: None)
+    monkeypatch.setattr(bundle_peers, "pack", packed.append)
+    assert bundle.main(arguments) == 0
+    assert packed == arguments[2:]
+    said = [f"{name}: 0.0 MiB; there: source {name}/env.sh" for name in (".carry", ".peers")]
+    assert capsys.readouterr().out.splitlines() == said[: 1 + len(packed)]
