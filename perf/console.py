@@ -46,7 +46,7 @@ def summary(result: RunResult) -> str:
     lines = [f"{passed} of {len(checked)} checked cases pass"]
     for name in dict.fromkeys(name for case in result.cases for name in case.peers):
         peers = [(case, case.peers[name]) for case in result.cases if name in case.peers]
-        ratios = sorted(peer.ms / case.ms for case, peer in peers if peer.ms)
+        ratios = sorted(ratio for case, peer in peers if (ratio := case.over_ours(peer)))
         reasons = dict.fromkeys(peer.error or f"absent: {peer.absent}" for _, peer in peers if peer.ms is None)
         span = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times ours in {len(ratios)} cases" if ratios else ""
         lines.append(f"{name}: " + "; ".join(filter(None, [span, *reasons])))

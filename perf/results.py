@@ -133,6 +133,10 @@ class CaseResult:
     def gemms_over_stock(self) -> float | None:
         return self.gemms_ms / self.stock_two_gemms_ms if self.stock_two_gemms_ms else None
 
+    def over_ours(self, peer: PeerResult) -> float | None:
+        """A peer's time over ours; over our eager call where the peer was timed eagerly too."""
+        return peer.ms / (self.ms if peer.captured else self.eager_ms) if peer.ms else None
+
     def best_peer(self) -> tuple[str, float] | None:
         """The fastest peer that runs the whole layer and is right, hot."""
         timed = {n: p.ms for n, p in self.peers.items() if p.scope == "layer" and p.ms is not None}

@@ -122,6 +122,7 @@ class TestModel:
         peers = {peer.name: peer for peer in model.peers_of(a_result(a_case(1), a_case(2, 4.0)))}
         assert peers["quack"].notes == ("absent: quack is not installed",) and peers["quack"].cases == 0
         assert (peers["rival"].lowest_ratio, peers["rival"].highest_ratio) == (1.04, 1.3)
+        assert peers["looped"].lowest_ratio == pytest.approx(9.0 / 5.1), "eager, over our eager call"
         assert peers["rival"].first_call_s == 9.8 and peers["looped"].first_call_s is None
         assert list(peers)[-2:] == ["quack", "wrong"]
 

@@ -189,7 +189,7 @@ def peers_of(result: RunResult) -> list[Peer]:
     found = []
     for name in dict.fromkeys(name for case in result.cases for name in case.peers):
         entries = [(case, case.peers[name]) for case in result.cases if name in case.peers]
-        ratios = sorted(peer.ms / case.ms for case, peer in entries if peer.ms)
+        ratios = sorted(ratio for case, peer in entries if (ratio := case.over_ours(peer)))
         notes = dict.fromkeys(
             f"absent: {peer.absent}" if peer.absent else str(peer.error) for _, peer in entries if peer.ms is None
         )
