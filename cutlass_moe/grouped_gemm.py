@@ -141,6 +141,7 @@ def launch_grouped_gemm(
         tuple(map(canonical_argument, epilogue_arguments)) or None,
         row_index_M,
         checks.canonical_strides(out),
+        expert_offsets_E1.new_zeros(1),
         False,  # not early: the kernel before may have made the offsets
         checks.hopper_sm_count(a_MK.device),
     )

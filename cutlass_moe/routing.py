@@ -78,10 +78,11 @@ def launch_route(
     slot_row_TK: Tensor,
     row_weight_M: Tensor | None,
     chunk_counts_CE: Tensor,
+    tile_counters_2: Tensor,
 ) -> None:
     """Routes checked CUDA tensors with T * K > 0 into the tensors of a `RoutingPlan`, through scratch of C chunks."""
     kernel = _route_kernel(topk_ids_TK.dtype, None if topk_weights_TK is None else topk_weights_TK.dtype)
-    tables = (expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE)
+    tables = (expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE, tile_counters_2)
     kernel(topk_ids_TK, topk_weights_TK, *tables)
 
 
@@ -97,5 +98,5 @@ def launch_plan(
     row_weight_M = None if topk_weights_TK is None else topk_weights_TK.new_empty(slots, dtype=torch.float32)
     chunk_counts_CE = topk_ids_TK.new_empty((route_chunks(slots), num_experts), dtype=torch.int32)
     tables = (expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M)
-    launch_route(topk_ids_TK, topk_weights_TK, *tables, chunk_counts_CE)
+    launch_route(topk_ids_TK, topk_weights_TK, *tables, chunk_counts_CE, expert_offsets_E1.new_empty(2))
     return tables

@@ -45,6 +45,7 @@ def layout(tokens: int, top_k: int, hidden: int, intermediate: int, experts: int
         slots * index,  # slot_row_TK
         slots * index,  # row_weight_M
         route_chunks(slots) * experts * index,  # chunk_counts_CE
+        2 * index,  # tile_counters_2
         slots * hidden * value,  # rows_MH: the permuted tokens, then the rows of the second GEMM
         slots * intermediate * value,  # h_MI
     )

@@ -127,9 +127,11 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         slot_row: Tensor,
         row_weight: Tensor | None,
         chunk_counts: Tensor,
+        tile_counters: Tensor,
     ) -> None:
         experts = len(offsets) - 1
         assert chunk_counts.shape == (route_chunks(ids.numel()), experts)
+        tile_counters.zero_()
         targets = (offsets, row_slot, row_token, slot_row, row_weight)
         results = reference.route(ids, weights, experts)
         kept = int(results[0][-1])
@@ -151,9 +153,12 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         epilogue_arguments: tuple[Any, ...] | None,
         row_index: Tensor | None,
         out: Tensor,
+        tile_counter: Tensor,
         early: bool,
         sm_count: int,
     ) -> None:
+        assert tile_counter.tolist() == [0]
+        tile_counter.fill_(1)  # as the kernel leaves it: not 0
         assert isinstance(spec, GemmSpec) and early is expected_early and sm_count == 132
         weights = (first,) if second is None else (first, second)
         assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()

@@ -169,20 +169,20 @@ def test_views(gather: bool, make_layer: Any, kernels: Kernels) -> None:
     arguments = dict(kernels.launches)
     places = [workspace.data_ptr() + offset for offset in layout(T, K, H, I, E, x.dtype).offsets]
     assert all(place % ALIGNMENT_BYTES == workspace.data_ptr() % ALIGNMENT_BYTES for place in places)
-    offsets, row_slot, row_token, slot_row, row_weight, chunk_counts, rows, h = places
+    offsets, row_slot, row_token, slot_row, row_weight, chunk_counts, counters, rows, h = places
 
     def pointers(kind: str) -> list[Any]:
         return [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments[kind]]
 
-    assert pointers("route")[2:] == [offsets, row_slot, row_token, slot_row, row_weight, chunk_counts]
+    assert pointers("route")[2:] == [offsets, row_slot, row_token, slot_row, row_weight, chunk_counts, counters]
     for given, seen in zip((ids, weights), arguments["route"][:2], strict=True):
         assert (given.data_ptr(), given.stride()) == (seen.data_ptr(), seen.stride())
     pair = [w_gate.data_ptr(), w_up.data_ptr(), offsets]
     first = [x.data_ptr(), row_token] if gather else [rows, None]
-    assert pointers("gate")[:5] == first + pair and pointers("gate")[6:] == [None, h, not gather, 132]
+    assert pointers("gate")[:5] == first + pair and pointers("gate")[6:] == [None, h, counters, not gather, 132]
     assert [bias.stride() for bias in arguments["gate"][5]] == [(2 * I, 2)] * 2
     down = [h, None, w_down.data_ptr(), None, offsets]
-    assert pointers("down")[:5] == down and pointers("down")[6:] == [row_slot, rows, True, 132]
+    assert pointers("down")[:5] == down and pointers("down")[6:] == [row_slot, rows, counters + 4, True, 132]
     assert arguments["down"][5][1].data_ptr() == row_weight and arguments["down"][5][1].dtype == torch.float32
     assert pointers("combine") == [rows, slot_row, out.data_ptr()]
     if not gather:

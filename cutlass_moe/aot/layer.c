@@ -14,7 +14,7 @@ enum {
 };
 
 /* The buffers in the workspace, in the order of `workspace.layout`. */
-enum { EXPERT_OFFSETS_E1, ROW_SLOT_M, ROW_TOKEN_M, SLOT_ROW_TK, ROW_WEIGHT_M, CHUNK_COUNTS_CE, ROWS_MH, H_MI };
+enum { EXPERT_OFFSETS_E1, ROW_SLOT_M, ROW_TOKEN_M, SLOT_ROW_TK, ROW_WEIGHT_M, CHUNK_COUNTS_CE, TILE_COUNTERS_2, ROWS_MH, H_MI };
 
 typedef struct {
   DLTensor tensor;
@@ -105,7 +105,7 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_launch_layer(void *self, const TVMFFIAny *args,
   const int64_t hidden = tensor_of(&args[X_TH])->shape[1];
   const int64_t tokens = tensor_of(&args[IDS_TK])->shape[0], top_k = tensor_of(&args[IDS_TK])->shape[1], slots = tokens * top_k;
   const int64_t experts = tensor_of(&args[W_GATE_EIH])->shape[0], intermediate = tensor_of(&args[W_GATE_EIH])->shape[1];
-  View views[B_DOWN_EH + 1 + 1 + H_MI + 1], *view = views;
+  View views[B_DOWN_EH + 1 + 1 + H_MI + 1 + 2], *view = views;
 
 #define CANONICAL(argument) canonical(&args[argument], view++)
   const TVMFFIAny x_TH = CANONICAL(X_TH), ids_TK = CANONICAL(IDS_TK), weights_TK = CANONICAL(WEIGHTS_TK);
@@ -119,24 +119,30 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_launch_layer(void *self, const TVMFFIAny *args,
   const TVMFFIAny slot_row_TK = MATRIX(SLOT_ROW_TK, INT32, tokens, top_k);
   const TVMFFIAny row_weight_M = VECTOR(ROW_WEIGHT_M, FLOAT32, slots);
   const TVMFFIAny chunk_counts_CE = MATRIX(CHUNK_COUNTS_CE, INT32, args[CHUNKS].v_int64, experts);
+  const TVMFFIAny tile_counters_2 = VECTOR(TILE_COUNTERS_2, INT32, 2);
+  /* Its two elements: a GEMM each. */
+  const TVMFFIAny gate_counter_1 = VECTOR(TILE_COUNTERS_2, INT32, 1);
+  const TVMFFIAny down_counter_1 = carved(workspace, offsets[TILE_COUNTERS_2] + 4, INT32, 1, 1, 1, view++);
   const TVMFFIAny rows_MH = MATRIX(ROWS_MH, dtype, slots, hidden), h_MI = MATRIX(H_MI, dtype, slots, intermediate);
   Pair gate_pair, down_pair;
   const TVMFFIAny gate_values = paired(b_gate_EI, b_up_EI, &gate_pair);
   const TVMFFIAny down_values = paired(b_down_EH, row_weight_M, &down_pair);
   const int gathers = args[PERMUTE].type_index == kTVMFFINone;
 
-  LAUNCH(ROUTE, ids_TK, weights_TK, expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE);
+  LAUNCH(ROUTE, ids_TK, weights_TK, expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE,
+         tile_counters_2);
   /* A GEMM may start early, before its predecessor ends, where the kernel before that wrote the expert offsets. */
   if (gathers) {
-    LAUNCH(GATE_GEMM, x_TH, row_token_M, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, boolean(0),
-           args[SM_COUNT]);
+    LAUNCH(GATE_GEMM, x_TH, row_token_M, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
+           boolean(0), args[SM_COUNT]);
   } else {
     LAUNCH(PERMUTE, x_TH, slot_row_TK, rows_MH);
-    LAUNCH(GATE_GEMM, rows_MH, NONE, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, boolean(1),
-           args[SM_COUNT]);
+    LAUNCH(GATE_GEMM, rows_MH, NONE, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
+           boolean(1), args[SM_COUNT]);
   }
   /* Its rows take the place of the permuted tokens, whose last reader was the gate's GEMM. */
-  LAUNCH(DOWN_GEMM, h_MI, NONE, w_down_EHI, NONE, expert_offsets_E1, down_values, row_slot_M, rows_MH, boolean(1), args[SM_COUNT]);
+  LAUNCH(DOWN_GEMM, h_MI, NONE, w_down_EHI, NONE, expert_offsets_E1, down_values, row_slot_M, rows_MH, down_counter_1,
+         boolean(1), args[SM_COUNT]);
   LAUNCH(COMBINE, rows_MH, slot_row_TK, out_TH);
   return 0;
 }

@@ -108,11 +108,13 @@ def _check_route(spec: RouteSpec, kernel: Kernel, device: torch.device) -> float
         row_weight_M = None if weights_TK is None else torch.full((slots,), torch.nan, device=device)
         chunk_counts_CE = torch.full((route_chunks(slots), experts), -7, dtype=torch.int32, device=device)
         tables = (offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M)
-        kernel(ids_TK, weights_TK, *tables, chunk_counts_CE)
+        tile_counters_2 = torch.full((2,), -7, dtype=torch.int32, device=device)
+        kernel(ids_TK, weights_TK, *tables, chunk_counts_CE, tile_counters_2)
         expected = reference.route(ids_TK, weights_TK, experts)
         kept = int(expected[0][-1])
         where = f"{slots} slots, {experts} experts"
         _require_equal("expert_offsets", where, offsets_E1, expected[0])
+        _require_equal("tile_counters", where, tile_counters_2, torch.zeros_like(tile_counters_2))
         _require_equal("row_slot", where, row_slot_M[:kept], expected[1][:kept])
         _require_equal("row_token", where, row_token_M[:kept], expected[2][:kept])
         _require_equal("slot_row", where, slot_row_TK, expected[3])
@@ -193,6 +195,7 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
         kernel_arguments(epilogue, inputs, sides) or None,
         row_index_M,
         out,
+        offsets_E1.new_zeros(1),
         False,
         sm_count,
     )

@@ -79,6 +79,7 @@ def _glue(spec: RouteSpec | PermuteSpec | CombineSpec) -> tuple[Any, list[Any]]:
         slot_row,
         _vector("float32", slots) if spec.weight_dtype else None,
         make_fake_tensor(cutlass.Int32, (chunks, experts), (cute.sym_int64(), 1), assumed_align=4),
+        _vector("int32", 2),
     ]
 
 
@@ -102,6 +103,7 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
         _epilogue_arguments(spec, row_count, experts, out_rows, outputs),
         _vector("int32", row_count) if spec.epilogue.scatter else None,
         _matrix(_resolve(spec, spec.epilogue.out_dtype), out_rows, outputs),
+        _vector("int32", 1),
         Boolean(False),
         Int32(132),
     ]

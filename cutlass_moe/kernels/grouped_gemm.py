@@ -25,6 +25,8 @@ CONSUMER_REGISTERS = 240
 WGMMA_K = 16
 EVICT_FIRST = 0x12F0000000000000  # L2 policy of the weights: a stream that must not push the activations out
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
+SCHEDULER_WARP = 3  # of the producer warpgroup
+WORK_SLOTS = 2  # work numbers drawn ahead
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
 
 
@@ -36,7 +38,8 @@ class GroupedGemm:
     | warpgroup | registers | does |
     |---|---|---|
     | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
-    | | | with `gather` all four warps load, each its share of the tile's rows, one TMA a row |
+    | | | with `gather` warps 0 to 2 load, each its share of the tile's rows, one TMA a row |
+    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next work number |
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
@@ -44,8 +47,12 @@ class GroupedGemm:
     `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile
     is multicast and a producer overwrites the stage of its peer too.
 
-    Persistent: cluster c takes the work numbers c, c + clusters, ... of `tile_scheduler`. Every role computes them
-    itself from a table of the experts' tiles, made in shared memory at the start.
+    Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter in
+    global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose numbers
+    are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each reads the
+    same bytes from HBM again. The scheduler passes numbers to all roles of the cluster through `work_full`, `work_empty`
+    and `s_work`, two ahead; every role locates the tile itself, in a table of the experts' tiles that is made in shared
+    memory at the start. Which cluster computes a tile changes nothing in its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -82,6 +89,7 @@ class GroupedGemm:
         epilogue_arguments: tuple | None,
         row_index_M: cute.Tensor | None,
         out_MN: cute.Tensor,
+        tile_counter_1: cute.Tensor,
         early: Boolean,
         sm_count: Int32,
         stream,
@@ -98,7 +106,8 @@ class GroupedGemm:
                 has none. A side output is [rows, values, N], or fp32 [rows].
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
-            early: the weights, and the offsets, were complete before the previous kernel on the stream started. It is
+            tile_counter_1: int32 [1], 0 when the kernel starts; it counts the tiles that were drawn.
+            early: the weights, the offsets and the counter were complete before the previous kernel on the stream started. It is
                 one of this library's: those let a successor start only when their own predecessor is complete.
             sm_count: multiprocessors of the device.
         """
@@ -143,6 +152,7 @@ class GroupedGemm:
             () if epilogue_arguments is None else epilogue_arguments,
             row_index_M,
             out_MN,
+            tile_counter_1,
             early,
             swap,
             weights_layout,
@@ -203,6 +213,7 @@ class GroupedGemm:
         epilogue_arguments: tuple,
         row_index_M: cute.Tensor | None,
         out_MN: cute.Tensor,
+        tile_counter_1: cute.Tensor,
         early: Boolean,
         swap: Boolean,
         weights_layout: cute.ComposedLayout,
@@ -228,7 +239,11 @@ class GroupedGemm:
         self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
+        self.s_work = smem.allocate_tensor(Int32, cute.make_layout(WORK_SLOTS), byte_alignment=16)
+        self.work_full = smem.allocate_array(Int64, WORK_SLOTS)
+        self.work_empty = smem.allocate_array(Int64, WORK_SLOTS)
         self.rank = rank
+        loaders = GATHER_WARPS if cutlass.const_expr(self.gather) else 1
 
         if warp == 0:
             cpasync.prefetch_descriptor(tma_weights)
@@ -237,6 +252,9 @@ class GroupedGemm:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(self.full + s, 1)
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
+                for s in cutlass.range_constexpr(WORK_SLOTS):
+                    cute.arch.mbarrier_init(self.work_full + s, 1)
+                    cute.arch.mbarrier_init(self.work_empty + s, (loaders + 4 * CONSUMERS) * self.cluster)
             cute.arch.mbarrier_init_fence()
         if not early:
             cute.arch.griddepcontrol_wait()
@@ -259,13 +277,16 @@ class GroupedGemm:
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         work = block // self.cluster
         work_end = s_tile_starts[experts] * feature_tiles
-        work_step = grid // self.cluster
         stage = Int32(0)
         phase = Int32(0)
+        slot = Int32(0)
+        slot_phase = Int32(0)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp < (GATHER_WARPS if cutlass.const_expr(self.gather) else 1):
+            if warp == SCHEDULER_WARP and rank == 0:
+                self._draw(tile_counter_1, work, work_end, grid // self.cluster)
+            if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
                 if early:
                     if warp == 0 and work < work_end:
@@ -298,12 +319,7 @@ class GroupedGemm:
                         phase,
                     )
                     primed = Int32(0)
-                    work += work_step
-                # A CTA must not leave while its peer may still write to it or arrive on its barriers.
-                if cutlass.const_expr(self.cluster > 1):
-                    for _ in cutlass.range(self.stages):
-                        cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
-                        stage, phase = self._advance(stage, phase)
+                    work, slot, slot_phase = self._next_work(slot, slot_phase)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if early:
@@ -311,11 +327,10 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             consumer = warpgroup_index - 1
             if cutlass.const_expr(self.ping_pong):
-                work += consumer * work_step
-                work_step *= CONSUMERS
                 if consumer == 1:
                     stage, phase = self._skip(stage, phase)
                     self._pass_turn(consumer)
+                    work, slot, slot_phase = self._next_work(slot, slot_phase)
             while work < work_end:
                 expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                     work, feature_tiles, experts, s_offsets, s_tile_starts
@@ -329,9 +344,58 @@ class GroupedGemm:
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
+                work, slot, slot_phase = self._next_work(slot, slot_phase)
                 if cutlass.const_expr(self.ping_pong):
-                    stage, phase = self._skip(stage, phase)
-                work += work_step
+                    stage, phase = self._skip(stage, phase)  # that tile is the other warpgroup's
+                    work, slot, slot_phase = self._next_work(slot, slot_phase)
+        # A CTA must not leave while its peer may still write to it or arrive on its barriers.
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def _draw(self, tile_counter_1: cute.Tensor, work: Int32, work_end: Int32, clusters: Int32):
+        """Scheduler: for each tile of the cluster the work number that follows it; the last one is past the end. In
+        ping-pong another one follows, for a warpgroup always takes two at a time."""
+        slot = Int32(0)
+        phase = Int32(0)
+        while work < work_end:
+            cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
+            drawn = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                drawn = cute.arch.atomic_add(tile_counter_1.iterator, Int32(1), sem="relaxed", scope="gpu")
+            work = clusters + cute.arch.shuffle_sync(drawn, 0)
+            self._hand_out(work, slot)
+            slot, phase = self._advance_slot(slot, phase)
+        if cutlass.const_expr(self.ping_pong):
+            cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
+            self._hand_out(work_end, slot)
+
+    @cute.jit
+    def _hand_out(self, work: Int32, slot: Int32):
+        """Writes a work number to every CTA of the cluster: lane i to CTA i."""
+        lane = cute.arch.lane_idx()
+        if lane < self.cluster:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.work_full + slot, 4, lane)
+            cute.arch.store_async_dsmem(self.s_work.iterator + slot, work, self.work_full + slot, lane)
+
+    @cute.jit
+    def _next_work(self, slot: Int32, phase: Int32):
+        """The work number that the scheduler drew, for a whole warp, and the place of the one after it."""
+        cute.arch.mbarrier_wait(self.work_full + slot, phase)
+        work = cute.arch.make_warp_uniform(self.s_work[slot])
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.work_empty + slot, 0)
+        slot, phase = self._advance_slot(slot, phase)
+        return work, slot, phase
+
+    @cute.jit
+    def _advance_slot(self, slot: Int32, phase: Int32):
+        slot += 1
+        if slot == WORK_SLOTS:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
 
     @cute.jit
     def _partition_weights(

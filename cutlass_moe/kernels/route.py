@@ -89,6 +89,7 @@ def place_kernel(
     slot_row_TK: cute.Tensor,
     row_weight_M: cute.Tensor | None,
     chunk_counts_CE: cute.Tensor,
+    tile_counters_2: cute.Tensor,
 ):
     thread, _, _ = cute.arch.thread_idx()
     chunk, _, _ = cute.arch.block_idx()
@@ -133,6 +134,8 @@ def place_kernel(
     if chunk == 0:
         for e in cutlass.range(thread, experts + 1, THREADS):
             expert_offsets_E1[e] = s_offsets[e]
+        if thread < cute.size(tile_counters_2):
+            tile_counters_2[thread] = Int32(0)
 
     rounds = chunk_rounds(slots, chunks)
     for r in cutlass.range(rounds):
@@ -167,6 +170,7 @@ def route(
     slot_row_TK: cute.Tensor,
     row_weight_M: cute.Tensor | None,
     chunk_counts_CE: cute.Tensor,
+    tile_counters_2: cute.Tensor,
     stream,
 ):
     """Sorts the slots by expert.
@@ -180,6 +184,7 @@ def route(
         slot_row_TK: out, int32: the row of each slot, -1 where it is dropped.
         row_weight_M: out, fp32: the routing weight of each row, or None.
         chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks.
+        tile_counters_2: out, int32: zeros, from which the layer's two GEMMs count their tiles.
     """
     chunks, _ = chunk_counts_CE.shape
     if chunks > 1:
@@ -187,5 +192,13 @@ def route(
             grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
     place_kernel(
-        ids_TK, weights_TK, expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE
+        ids_TK,
+        weights_TK,
+        expert_offsets_E1,
+        row_slot_M,
+        row_token_M,
+        slot_row_TK,
+        row_weight_M,
+        chunk_counts_CE,
+        tile_counters_2,
     ).launch(grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)

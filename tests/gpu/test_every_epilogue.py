@@ -86,6 +86,7 @@ def run(spec: GemmSpec, counts: list[int], features: int, reduction: int, guarde
         tuple(map(canonical, kernel_arguments(epilogue, inputs, side_tensors))) or None,
         row_index,
         checks.canonical_strides(out.tensor),
+        offsets.new_zeros(1),
         False,
         sm_count,
     )

@@ -102,6 +102,7 @@ def check_kernel(
         kernel_arguments(epilogue, inputs, ()) or None,
         row_index,
         checks.canonical_strides(out.tensor),
+        offsets.new_zeros(1),
         early,
         sm_count,
     )
@@ -154,6 +155,7 @@ def check_all_empty(spec: GemmSpec, experts: int, guarded: Any) -> None:
         kernel_arguments(spec.epilogue, inputs, ()) or None,
         torch.arange(UNUSED_ROWS, dtype=torch.int32, device="cuda") if spec.epilogue.scatter else None,
         out.tensor,
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
         False,
         132,
     )

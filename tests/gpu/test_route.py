@@ -40,6 +40,7 @@ def check_route(ids: Tensor, experts: int, weight_dtype: torch.dtype | None, gua
     slot_row = guarded(tuple(ids.shape), torch.int32)
     row_weight = None if weights is None else guarded((slots,), torch.float32)
     chunk_counts = guarded((route_chunks(slots), experts), torch.int32)
+    tile_counters = guarded((2,), torch.int32)
     get_kernel(RouteSpec(str(ids.dtype).removeprefix("torch."), weight_name))(
         ids.cuda(),
         None if weights is None else weights.cuda(),
@@ -49,6 +50,7 @@ def check_route(ids: Tensor, experts: int, weight_dtype: torch.dtype | None, gua
         slot_row.tensor,
         None if row_weight is None else row_weight.tensor,
         chunk_counts.tensor,
+        tile_counters.tensor,
     )
     expected_offsets, expected_slots, expected_tokens, expected_rows, expected_weights = reference.route(
         ids, weights, experts
@@ -63,7 +65,8 @@ def check_route(ids: Tensor, experts: int, weight_dtype: torch.dtype | None, gua
         assert torch.equal(row_weight.tensor[:kept].cpu(), expected_weights[:kept])
         assert row_weight.is_poison(row_weight.tensor[kept:])
         row_weight.check()
-    for table in (offsets, row_slot, row_token, slot_row, chunk_counts):
+    assert not tile_counters.tensor.any()
+    for table in (tile_counters, offsets, row_slot, row_token, slot_row, chunk_counts):
         table.check()
 
 
