@@ -19,7 +19,7 @@ BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
-GATHER_WARPS = 3  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
+GATHER_WARPS = 4  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
@@ -205,7 +205,7 @@ def why_not_implementable(config: GemmConfig, epilogue: Epilogue) -> str | None:
         return f"the largest token width must be a multiple of {ROW_GRANULE}, got {config.tile_tokens}"
     if config.gather and config.tile_tokens > 32 * GATHER_WARPS * config.cluster:
         most = 32 * GATHER_WARPS * config.cluster
-        return f"gather with a cluster of {config.cluster} takes tiles of at most {most} tokens, got {config.tile_tokens}"
+        return f"gather in a cluster of {config.cluster} takes tiles of at most {most} tokens, got {config.tile_tokens}"
     if config.accumulator_registers > MAX_ACCUMULATOR_REGISTERS:
         return (
             f"{config.name} needs {config.accumulator_registers} accumulator registers a thread; "

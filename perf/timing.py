@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -46,7 +47,8 @@ class Turns:
 def time_in_turns(
     timers: Mapping[str, Callable[[], float]], turns: Turns, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Spread]:
-    """Times all contenders in turns, so that each meets the same clocks and temperature.
+    """Times all contenders in turns, so that each meets the same clocks and temperature; in another order in each turn,
+    for at the power limit what ran just before decides the clock.
 
     Args:
         timers: for each contender a function that runs it once and returns the ms it took.
@@ -55,11 +57,14 @@ def time_in_turns(
         for timer in timers.values():
             timer()
     times_ms: dict[str, list[float]] = {name: [] for name in timers}
+    order = list(timers)
+    shuffler = random.Random(0)
     start = clock()
     done = 0
     while done < turns.least or (done < turns.most and clock() - start < turns.budget_s):
-        for name, timer in timers.items():
-            times_ms[name].append(timer())
+        shuffler.shuffle(order)
+        for name in order:
+            times_ms[name].append(timers[name]())
         done += 1
     return {name: Spread.of(values) for name, values in times_ms.items()}
 

@@ -66,6 +66,7 @@ def test_only_gemms_use_tensor_cores_and_bulk_loads(library: KernelLibrary, spec
     if isinstance(spec, GemmSpec):
         # Each width has code of its own, and a stage of 64 in the reduction takes 4 instructions of 16.
         assert used.hgmma >= 4 * len(spec.config.token_widths)
+        assert used.hgmma_waits < used.hgmma  # they overlap
         assert used.bulk_loads >= 2  # weights and rows
     else:
         assert used.hgmma == 0

@@ -14,7 +14,7 @@ from cutlass_moe.aot.locations import MANIFEST_NAME
 from cutlass_moe.aot.sass import Resources
 from cutlass_moe.version import VERSION
 
-SCHEMA_VERSION = 3  # changes with the manifest's form, and with what a library's functions take
+SCHEMA_VERSION = 4  # changes with the manifest's form, and with what a library's functions take
 ARCH = "sm_90a"
 CUDA_MAJOR = 13  # of the CUDA runtime that the library links to
 REBUILD = "build it with `python -m cutlass_moe build` where nvidia-cutlass-dsl is installed (no GPU needed)"

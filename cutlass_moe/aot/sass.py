@@ -30,6 +30,8 @@ class Resources:
         static_shared_bytes: shared memory fixed at compile time. What a launch adds is not in a cubin.
         spill_loads, spill_stores: local memory instructions (LDL, STL).
         hgmma: warpgroup matrix instructions.
+        hgmma_waits: instructions that order them (WARPGROUP.ARRIVE, .DEPBAR): two for each where ptxas found that it
+            cannot overlap them.
         bulk_loads: tensor loads by the TMA (UTMALDG).
     """
 
@@ -40,6 +42,7 @@ class Resources:
     spill_loads: int
     spill_stores: int
     hgmma: int
+    hgmma_waits: int
     bulk_loads: int
 
 
@@ -69,6 +72,7 @@ def inspect_cubin(cubin: Path) -> Resources:
         spill_loads=counts["LDL"],
         spill_stores=counts["STL"],
         hgmma=counts["HGMMA"],
+        hgmma_waits=counts["WARPGROUP"],
         bulk_loads=counts["UTMALDG"],
     )
 

@@ -23,7 +23,10 @@ from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, Til
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 WGMMA_K = 16
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of the weights: a stream that must not push the activations out
+# L2 policies of the weights: those of one token tile are a stream that must not push the activations out; those of
+# several, which run side by side, must stay until the last has read them.
+EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = 3  # of the producer warpgroup
 WORK_SLOTS = 2  # work numbers drawn ahead
@@ -38,8 +41,8 @@ class GroupedGemm:
     | warpgroup | registers | does |
     |---|---|---|
     | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
-    | | | with `gather` warps 0 to 2 load, each its share of the tile's rows, one TMA a row |
-    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next work number |
+    | | | with `gather` all four warps load, each its share of the tile's rows, one TMA a row |
+    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next work numbers |
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
@@ -47,12 +50,12 @@ class GroupedGemm:
     `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile
     is multicast and a producer overwrites the stage of its peer too.
 
-    Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter in
-    global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose numbers
-    are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each reads the
-    same bytes from HBM again. The scheduler passes numbers to all roles of the cluster through `work_full`, `work_empty`
-    and `s_work`, two ahead; every role locates the tile itself, in a table of the experts' tiles that is made in shared
-    memory at the start. Which cluster computes a tile changes nothing in its result.
+    Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter
+    in global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose
+    numbers are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each
+    reads the same bytes from HBM again. The scheduler passes numbers to all roles of the cluster through `work_full`,
+    `work_empty` and `s_work`, two ahead; every role locates the tile itself, in a table of the experts' tiles that is
+    made in shared memory at the start. Which cluster computes a tile changes nothing in its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -97,7 +100,7 @@ class GroupedGemm:
         """Launches the kernel.
 
         Args:
-            rows_MK: rows grouped by expert, [M, K], last dimension contiguous; with `gather` rows in any order, [.., K].
+            rows_MK: rows grouped by expert, [M, K], last dimension contiguous; with `gather` [.., K] in any order.
             source_index_M: with `gather` int32 [M], the row of rows_MK that each row is; else None.
             first_ENK: weights [E, N, K]; with two accumulators the gate's.
             second_ENK: the up weights, same shape and strides; None with one accumulator.
@@ -107,8 +110,9 @@ class GroupedGemm:
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
             tile_counter_1: int32 [1], 0 when the kernel starts; it counts the tiles that were drawn.
-            early: the weights, the offsets and the counter were complete before the previous kernel on the stream started. It is
-                one of this library's: those let a successor start only when their own predecessor is complete.
+            early: the weights, the offsets and the counter were complete before the previous kernel on the stream
+                started. It is one of this library's: those let a successor start only when their own predecessor is
+                complete.
             sm_count: multiprocessors of the device.
         """
         self.dtype = rows_MK.element_type
@@ -284,8 +288,13 @@ class GroupedGemm:
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == SCHEDULER_WARP and rank == 0:
-                self._draw(tile_counter_1, work, work_end, grid // self.cluster)
+            clusters = grid // self.cluster
+            schedules = warp == SCHEDULER_WARP and rank == 0
+            if cutlass.const_expr(not self.gather):
+                if schedules:
+                    while work < work_end:
+                        work = self._draw(tile_counter_1, clusters, slot, slot_phase)
+                        slot, slot_phase = self._advance_slot(slot, slot_phase)
             if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
                 if early:
@@ -297,11 +306,15 @@ class GroupedGemm:
                         to_weights, from_weights = self._partition_weights(
                             tma_weights, weights_NKE, feature_tile, expert
                         )
+                        policy = self._weights_policy(s_tile_starts, expert)
                         for k in cutlass.range(primed):
-                            self._load_weights(tma_weights, from_weights, to_weights, tokens, k, k)
+                            self._load_weights(tma_weights, from_weights, to_weights, policy, tokens, k, k)
                     cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
                 while work < work_end:
+                    if cutlass.const_expr(self.gather):
+                        if schedules:
+                            self._draw(tile_counter_1, clusters, slot, slot_phase)
                     expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                         work, feature_tiles, experts, s_offsets, s_tile_starts
                     )
@@ -310,6 +323,7 @@ class GroupedGemm:
                         tma_weights,
                         from_weights,
                         to_weights,
+                        self._weights_policy(s_tile_starts, expert),
                         tma_rows,
                         rows_MK,
                         first_row,
@@ -320,6 +334,11 @@ class GroupedGemm:
                     )
                     primed = Int32(0)
                     work, slot, slot_phase = self._next_work(slot, slot_phase)
+            if cutlass.const_expr(self.ping_pong):
+                # One number more than tiles: a warpgroup always takes two at a time.
+                if schedules:
+                    cute.arch.mbarrier_wait(self.work_empty + slot, slot_phase ^ 1)
+                    self._hand_out(work_end, slot)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if early:
@@ -354,22 +373,16 @@ class GroupedGemm:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def _draw(self, tile_counter_1: cute.Tensor, work: Int32, work_end: Int32, clusters: Int32):
-        """Scheduler: for each tile of the cluster the work number that follows it; the last one is past the end. In
-        ping-pong another one follows, for a warpgroup always takes two at a time."""
-        slot = Int32(0)
-        phase = Int32(0)
-        while work < work_end:
-            cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
-            drawn = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                drawn = cute.arch.atomic_add(tile_counter_1.iterator, Int32(1), sem="relaxed", scope="gpu")
-            work = clusters + cute.arch.shuffle_sync(drawn, 0)
-            self._hand_out(work, slot)
-            slot, phase = self._advance_slot(slot, phase)
-        if cutlass.const_expr(self.ping_pong):
-            cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
-            self._hand_out(work_end, slot)
+    def _draw(self, tile_counter_1: cute.Tensor, clusters: Int32, slot: Int32, phase: Int32) -> Int32:
+        """Scheduler: draws the work number that follows a tile, past the end after the cluster's last, and hands it out
+        in a slot that all have read. Draws no sooner: a number drawn long ago is one dealt out beforehand."""
+        cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
+        drawn = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            drawn = cute.arch.atomic_add(tile_counter_1.iterator, Int32(1), sem="relaxed", scope="gpu")
+        work = clusters + cute.arch.shuffle_sync(drawn, 0)
+        self._hand_out(work, slot)
+        return work
 
     @cute.jit
     def _hand_out(self, work: Int32, slot: Int32):
@@ -417,11 +430,19 @@ class GroupedGemm:
         )
 
     @cute.jit
+    def _weights_policy(self, tile_starts_E1: cute.Tensor, expert: Int32) -> Int64:
+        policy = Int64(EVICT_FIRST)
+        if tile_starts_E1[expert + 1] - tile_starts_E1[expert] > 1:
+            policy = Int64(EVICT_NORMAL)
+        return policy
+
+    @cute.jit
     def _load_weights(
         self,
         tma_weights: cute.CopyAtom,
         from_weights: cute.Tensor,
         to_weights: cute.Tensor,
+        policy: Int64,
         tokens: Int32,
         k: Int32,
         stage: Int32,
@@ -436,7 +457,7 @@ class GroupedGemm:
             from_weights[None, k],
             to_weights[None, stage],
             tma_bar_ptr=self.full + stage,
-            cache_policy=Int64(EVICT_FIRST),
+            cache_policy=policy,
         )
 
     @cute.jit
@@ -445,6 +466,7 @@ class GroupedGemm:
         tma_weights: cute.CopyAtom,
         from_weights: cute.Tensor,
         to_weights: cute.Tensor,
+        policy: Int64,
         tma_rows: cute.CopyAtom,
         rows_MK: cute.Tensor,
         first_row: Int32,
@@ -453,8 +475,8 @@ class GroupedGemm:
         stage: Int32,
         phase: Int32,
     ):
-        """Producer: one stage for each reduction tile. Its boxes of tokens are shared out among the CTAs of the cluster,
-        and where each is one gathered row among their producer warps, too; warp 0 loads the weights."""
+        """Producer: one stage for each reduction tile. Its boxes of tokens are shared out among the CTAs of the
+        cluster, and where each is one gathered row among their producer warps, too; warp 0 loads the weights."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first_box, step = self.rank, self.cluster
         if cutlass.const_expr(self.gather):
@@ -473,7 +495,7 @@ class GroupedGemm:
             if k >= primed:
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
                 if warp == 0:
-                    self._load_weights(tma_weights, from_weights, to_weights, tokens, k, stage)
+                    self._load_weights(tma_weights, from_weights, to_weights, policy, tokens, k, stage)
             for i in cutlass.range(boxes, unroll=4 if cutlass.const_expr(self.gather) else 1):
                 self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * step, k, stage)
             stage, phase = self._advance(stage, phase)

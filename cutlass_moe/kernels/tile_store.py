@@ -15,6 +15,8 @@ from epilogues.base import as_tuple, stored_planes
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
+# L2 policy of what is stored: the next kernel reads it, and the stream of weights must not push it out.
+EVICT_LAST = 0x14F0000000000000
 FIRST_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
 DTYPES = {"float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -362,9 +364,12 @@ class TileStore:
             if row < chunk_tokens and token < tokens and output < self.outputs:
                 out_row = self._out_row(first_row, token, consumer)
                 address = (s_chunk + (row * pitch + position % vectors * elements)).align(VECTOR_BYTES)
-                vector = cute.make_tensor(address, cute.make_layout((1, elements))).load()
+                vector = cute.make_tensor(address, cute.make_layout((elements,))).load()
+                registers = cute.make_rmem_tensor((elements,), dtype)
+                registers.store(vector)
                 # In 64 bits: out may have more than 2^31 elements.
-                cute.local_tile(self.targets[plane], (1, elements), (Int64(out_row), output // elements)).store(vector)
+                target = cute.local_tile(self.targets[plane], (1, elements), (Int64(out_row), output // elements))
+                cute.copy(self._store_atom(dtype), registers, target[0, None], cache_policy=Int64(EVICT_LAST))
                 if cutlass.const_expr(measured):
                     largest = self._largest(vector, elements)
             if cutlass.const_expr(measured):
@@ -375,6 +380,9 @@ class TileStore:
                     out_row = self._out_row(first_row, token, consumer)
                     maxima = cute.recast_ptr(self.row_absmax_M.iterator, dtype=Int32)
                     cute.arch.atomic_max(maxima + Int64(out_row), largest)
+
+    def _store_atom(self, dtype: Any) -> cute.CopyAtom:
+        return cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), dtype, num_bits_per_copy=8 * VECTOR_BYTES)
 
     @cute.jit
     def _out_row(self, first_row: Int32, token: Int32, consumer: Int32):
