@@ -5,9 +5,9 @@
        "gather": [[64, "128x16_32_c2_g"]]}, ...]}
 
 An entry is one measured shape: `features` weight rows of an expert (gate and up together) and the reduction dimension.
-A choice is the most rows an expert has on average, and a `GemmConfig.name`; the last one has no limit. `gather` has the
-choices that gather their rows, as far as that is faster than a permuted copy and the choice without. A shape that was not
-measured takes the entry of the nearest one.
+A choice is the most rows an expert has on average, and a `GemmConfig.name`; the last of `choices` has no limit. Those
+of `gather` gather their rows, and reach as far as that is faster than a permuted copy and the choice without. A shape
+that was not measured takes the entry of the nearest one.
 """
 
 from __future__ import annotations

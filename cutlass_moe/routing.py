@@ -56,8 +56,11 @@ def plan_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | None
     if topk_ids.dim() != 2:
         topk_ids = topk_ids.reshape(tokens, top_k)
         topk_weights = None if topk_weights is None else topk_weights.reshape(tokens, top_k)
-    *tables, row_weight_M = torch.ops.cutlass_moe.plan_routing(topk_ids, topk_weights, num_experts)
-    return RoutingPlan(*tables, None if topk_weights is None else row_weight_M, num_experts)
+    offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M = torch.ops.cutlass_moe.plan_routing(
+        topk_ids, topk_weights, num_experts
+    )
+    weights = None if topk_weights is None else row_weight_M
+    return RoutingPlan(offsets_E1, row_slot_M, row_token_M, slot_row_TK, weights, num_experts)
 
 
 @lru_cache

@@ -128,8 +128,9 @@ def _plan_routing_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     checks.hopper_sm_count(topk_ids.device)
     if topk_ids.numel() == 0:
-        offsets_E1, *others = _plan_routing_fake(topk_ids, topk_weights, num_experts)
-        return offsets_E1.zero_(), *others
+        tables = _plan_routing_fake(topk_ids, topk_weights, num_experts)
+        tables[0].zero_()  # expert_offsets_E1
+        return tables
     return _with_row_weight(*_on_device_of(topk_ids, launch_plan, topk_ids, topk_weights, num_experts))
 
 

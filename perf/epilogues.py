@@ -88,7 +88,7 @@ TWO_OPERANDS: tuple[Epilogue, ...] = (
 
 def _config(workload: Workload, tokens: int, accumulators: int) -> Any:
     rows, features = tokens * workload.top_k, 2 * workload.intermediate
-    return choose_gemm_config(rows, workload.experts, features, workload.hidden, accumulators)
+    return choose_gemm_config(rows, workload.experts, features, workload.hidden, accumulators, gather=False)
 
 
 def _kernels() -> list[GemmSpec]:

@@ -104,7 +104,11 @@ def make_entries(points: Sequence[Point], tolerance: float) -> list[dict[str, An
     gather_names = shortlist([point for won, _ in gathered.values() for point in won], tolerance)
     entries = []
     for shape in sorted(gathered):
-        entry = {"accumulators": shape.accumulators, "features": shape.features, "reduction": shape.reduction}
+        entry: dict[str, Any] = {
+            "accumulators": shape.accumulators,
+            "features": shape.features,
+            "reduction": shape.reduction,
+        }
         won, limit = gathered[shape]
         kinds = {"choices": choose([point for point in plain if point.shape == shape], names, tolerance)}
         if won:

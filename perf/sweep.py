@@ -46,17 +46,14 @@ class Problem:
         return self.weights[0].shape[1] * len(self.weights)
 
     def run(self, gather: bool) -> torch.Tensor:
-        """The public call; which configuration it takes is `forced` around it."""
+        """The public calls; which configuration they take is `forced` around them."""
         if self.x_TH is not None:
-            rows, source_index = self.x_TH, self.plan.row_token_M
-            if not gather:
-                rows, source_index = cutlass_moe.permute(self.x_TH, self.plan), None
             return cutlass_moe.grouped_gemm(
-                rows,
+                self.x_TH if gather else cutlass_moe.permute(self.x_TH, self.plan),
                 (self.weights[0], self.weights[1]),
                 self.plan.expert_offsets_E1,
                 epilogue=EPILOGUES[2],
-                source_index=source_index,
+                source_index=self.plan.row_token_M if gather else None,
                 out=self.out,
             )
         return cutlass_moe.grouped_gemm(
@@ -96,7 +93,8 @@ def problems(workload: Workload, weights: Weights, tokens: int, generator: torch
     plan = cutlass_moe.plan_routing(inputs.topk_ids_TK, workload.experts, inputs.topk_weights_TK)
     x_MH = cutlass_moe.permute(inputs.x_TH, plan)
     rows = x_MH.shape[0]
-    yield Problem(2, inputs.x_TH, x_MH, (weights.gate_EIH, weights.up_EIH), plan, x_MH.new_empty(rows, workload.intermediate))
+    gate_up = (weights.gate_EIH, weights.up_EIH)
+    yield Problem(2, inputs.x_TH, x_MH, gate_up, plan, x_MH.new_empty(rows, workload.intermediate))
     h_MI = x_MH.new_empty(rows, workload.intermediate).normal_(generator=generator)
     yield Problem(1, None, h_MI, (weights.down_EHI,), plan, x_MH.new_empty(rows, workload.hidden))
 
