@@ -201,7 +201,7 @@ def show_table(file: TuneFile, tolerance: float, *, write: bool) -> None:
     """
     points = file.usable()
     if not points:
-        raise PerfError("no configuration was timed, so there is no table to make")
+        raise PerfError("no configuration that does not gather was timed, so there is no table to make")
     entries = gemm_table.make_entries(points, tolerance)
     changes = gemm_table.describe_changes(gemm_table.load_entries(TABLE), entries, points)
     names = sorted({name for entry in entries for _, name in (*entry["choices"], *entry.get("gather", ()))})

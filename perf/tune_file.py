@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cutlass_moe.config import GATHER_SUFFIX
 from perf import PerfError
 from perf.gemm_table import Point, Shape
 
@@ -62,11 +63,12 @@ class TuneFile:
         self.points = [old for old in self.points if old.key != point.key] + [point]
 
     def usable(self) -> list[Point]:
-        """What the table is made from."""
+        """What the table is made from: points with the time of a configuration that does not gather. Callers whose rows
+        are grouped already need one."""
         return [
             Point(Shape(point.accumulators, point.features, point.reduction), point.rows, point.times_ms)
             for point in self.points
-            if point.times_ms
+            if any(not name.endswith(GATHER_SUFFIX) for name in point.times_ms)
         ]
 
     def save(self, path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,18 @@ class TestTable:
 
 
 class TestSpace:
-    def test_is_legal_and_has_what_ships(self) -> None:
+    def test_is_legal(self) -> None:
         space = tune_space.default_space()
         assert len(space) == len(set(space)) > 20
-        assert all(tune_space.is_legal(config, count) for config in space for count in (1, 2))
+        assert all(tune_space.is_legal(config, 2) for config in space)
+        plain = [config for config in space if not config.gather]
+        assert all(tune_space.is_legal(config, 1) for config in plain)
+        gathering = [config for config in space if config.gather]
+        assert gathering and {replace(config, gather=False) for config in gathering} < set(plain)
+        assert not any(tune_space.is_legal(config, 1) for config in gathering), "GEMM 2's rows are grouped already"
+        kernels = tune_space.specs(space)
+        assert len(kernels) == 2 * len(plain) + len(gathering)
+        assert all(spec.epilogue.accumulators == 2 for spec in kernels if spec.config.gather)
 
     def test_sensible_widths(self) -> None:
         narrow, wide = GemmConfig(128, (16, 32), 2), GemmConfig(128, (64, 128, 256), 2)
@@ -136,8 +145,8 @@ class TestSweep:
     def test_wrong_configurations_are_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, calls = Problem.run, iter(range(100))
 
-        def sometimes_wrong(self: Problem) -> torch.Tensor:
-            out = run(self)
+        def sometimes_wrong(self: Problem, gather: bool) -> torch.Tensor:
+            out = run(self, gather)
             if next(calls) >= 2:  # the second configuration
                 out[0, 0] += 1
             return out
@@ -145,12 +154,12 @@ class TestSweep:
         monkeypatch.setattr(Problem, "run", sometimes_wrong)
         point = swept(made_problems()[0])
         assert list(point.times_ms) == [NARROW] and "not bitwise" in point.wrong[WIDE]
-        monkeypatch.setattr(Problem, "run", lambda self: self.out.zero_())
+        monkeypatch.setattr(Problem, "run", lambda self, gather: self.out.zero_())
         point = swept(made_problems()[1])
         assert point.times_ms == {} and "relative error 1" in point.wrong[NARROW]
 
     def test_a_kernel_that_is_missing_is_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def missing(self: Problem) -> torch.Tensor:
+        def missing(self: Problem, gather: bool) -> torch.Tensor:
             raise RuntimeError("kernel is in\nno library")
 
         monkeypatch.setattr(Problem, "run", missing)
@@ -159,7 +168,7 @@ class TestSweep:
     def test_forced_configuration(self) -> None:
         config = GemmConfig(256, (16, 32), 1)
         with forced(config):
-            assert heuristics.choose_gemm_config(1, 2, 3, 4, 5) == config
+            assert heuristics.choose_gemm_config(1, 2, 3, 4, 5, gather=True) == config
         assert heuristics.choose_gemm_config(64, 4, 64, 64, 1, False) in heuristics.configs_of(1)
         assert hasattr(importlib.import_module("cutlass_moe.grouped_gemm"), "_gemm_kernel"), "whose cache it clears"
 
