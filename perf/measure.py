@@ -179,6 +179,7 @@ def _step_results(
         experts=workload.experts,
         experts_hit=experts_hit,
         weight_bytes=workload.weight_dtype.itemsize,
+        gathers="permute" not in spreads,
     )
     return {
         name: StepResult(spread.ms, spread.p10_ms, spread.p90_ms, works[name].flops, works[name].bytes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import cutlass_moe
+from cutlass_moe import heuristics
 from epilogues import RoutingScale, SiluGate
 from perf.workloads import Inputs, Weights
 
@@ -30,11 +31,13 @@ class Steps:
     Attributes:
         x_MH, h_MI: rows grouped by expert, and the intermediate.
         out_TH: the combined output.
-        calls: route, permute, gemm1, gemm2, combine.
+        calls: route, permute, gemm1, gemm2, combine; no permute where the layer's first GEMM gathers its rows.
     """
 
     def __init__(self, inputs: Inputs, weights: Weights) -> None:
-        experts = weights.gate_EIH.shape[0]
+        experts, intermediate, hidden = weights.gate_EIH.shape
+        rows = inputs.topk_ids_TK.numel()
+        config = heuristics.choose_gemm_config(rows, experts, 2 * intermediate, hidden, accumulators=2, gather=True)
         gate_up = (weights.gate_EIH, weights.up_EIH)
 
         def route() -> cutlass_moe.RoutingPlan:
@@ -49,7 +52,8 @@ class Steps:
         x_MH = permute()
 
         def gemm1() -> torch.Tensor:
-            return cutlass_moe.grouped_gemm(x_MH, gate_up, offsets_E1, epilogue=SiluGate())
+            source, index = (inputs.x_TH, plan.row_token_M) if config.gather else (x_MH, None)
+            return cutlass_moe.grouped_gemm(source, gate_up, offsets_E1, epilogue=SiluGate(), source_index=index)
 
         h_MI = gemm1()
 
@@ -76,3 +80,5 @@ class Steps:
             "gemm2": gemm2,
             "combine": combine,
         }
+        if config.gather:
+            del self.calls["permute"]

@@ -46,13 +46,22 @@ def layer_work(*, tokens: int, top_k: int, hidden: int, intermediate: int, exper
 
 
 def step_works(
-    *, tokens: int, top_k: int, hidden: int, intermediate: int, experts: int, experts_hit: int, weight_bytes: int
+    *,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    experts_hit: int,
+    weight_bytes: int,
+    gathers: bool,
 ) -> dict[str, Work]:
     """Work of each public step by itself: its inputs read once, its outputs written once. They add up to more
     bytes than `layer_work`, whose intermediates need not touch memory.
 
     Args:
         weight_bytes: of one routing weight; ids are int64.
+        gathers: gemm1 takes its rows from x, by an index, and there is no permute.
     """
     rows = tokens * top_k
     x_rows, h_rows = rows * hidden * ELEMENT_BYTES, rows * intermediate * ELEMENT_BYTES
@@ -60,10 +69,11 @@ def step_works(
     expert = hidden * intermediate * ELEMENT_BYTES
     product = 2 * rows * hidden * intermediate
     table = 4 * rows  # an int32 or fp32 for each row
+    permute = {} if gathers else {"permute": Work(0, x_bytes + table + x_rows)}
     return {
-        "route": Work(0, rows * (8 + weight_bytes) + 3 * table + 4 * (experts + 1)),
-        "permute": Work(0, x_bytes + table + x_rows),
-        "gemm1": Work(2 * product, 2 * experts_hit * expert + x_rows + h_rows),
+        "route": Work(0, rows * (8 + weight_bytes) + 4 * table + 4 * (experts + 1)),
+        **permute,
+        "gemm1": Work(2 * product, 2 * experts_hit * expert + (x_bytes + table if gathers else x_rows) + h_rows),
         "gemm2": Work(product, experts_hit * expert + h_rows + 2 * table + x_rows),
         "combine": Work(2 * rows * hidden, x_rows + table + x_bytes),
     }

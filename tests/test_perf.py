@@ -70,13 +70,18 @@ class TestRoofline:
 
     def test_steps_add_up_to_the_layer_and_their_intermediates(self) -> None:
         shape = {"tokens": 5, "top_k": 2, "hidden": 64, "intermediate": 32}
-        steps = step_works(**shape, experts=8, experts_hit=4, weight_bytes=4)
+        steps = step_works(**shape, experts=8, experts_hit=4, weight_bytes=4, gathers=False)
         layer = layer_work(**shape, experts_hit=4)
         gemms = steps["gemm1"], steps["gemm2"]
         assert sum(step.flops for step in gemms) == layer.flops
         weights, x_rows, h_rows = 3 * 4 * 64 * 32 * 2, 10 * 64 * 2, 10 * 32 * 2
         assert sum(step.bytes for step in gemms) == weights + 2 * x_rows + 2 * h_rows + 2 * 4 * 10
-        assert steps["permute"].bytes == 5 * 64 * 2 + 4 * 10 + x_rows
+        x_and_index = 5 * 64 * 2 + 4 * 10
+        assert steps["permute"].bytes == x_and_index + x_rows
+        assert steps["route"].bytes == 10 * (8 + 4) + 4 * 9 + 4 * 4 * 10, "four tables of rows"
+        gathering = step_works(**shape, experts=8, experts_hit=4, weight_bytes=4, gathers=True)
+        assert "permute" not in gathering
+        assert gathering["gemm1"].bytes == steps["gemm1"].bytes - x_rows + x_and_index
 
     def test_score_is_one_at_the_speed_of_light_and_half_at_the_baseline(self) -> None:
         assert sol_score(2.0, 2.0, 6.0) == 1.0

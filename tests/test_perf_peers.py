@@ -15,6 +15,8 @@ import numpy
 import pytest
 import torch
 
+from cutlass_moe import heuristics
+from cutlass_moe.config import GemmConfig
 from perf import PerfError, measure
 from perf.check import reference_layer, relative_error
 from perf.options import Options
@@ -49,12 +51,20 @@ def inputs() -> Inputs:
 
 
 class TestContenders:
-    def test_steps_give_the_layer(self, weights: Weights, inputs: Inputs) -> None:
+    @pytest.mark.parametrize("gather", [False, True])
+    def test_steps_give_the_layer(
+        self, gather: bool, weights: Weights, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = GemmConfig(128, (16, 32), 2, gather=gather)
+        monkeypatch.setattr(heuristics, "choose_gemm_config", lambda *shape, **named: config)
         out_TH = torch.empty_like(inputs.x_TH)
         run_layer(inputs, weights, out_TH)
         steps = Steps(inputs, weights)
         assert torch.equal(steps.out_TH, out_TH)
-        assert list(steps.calls) == ["route", "permute", "gemm1", "gemm2", "combine"]
+        assert list(steps.calls) == ["route", *([] if gather else ["permute"]), "gemm1", "gemm2", "combine"]
+        steps.x_MH.fill_(torch.nan)
+        h_MI = steps.calls["gemm1"]()
+        assert isinstance(h_MI, torch.Tensor) and torch.equal(h_MI, steps.h_MI) == gather
 
     @pytest.mark.parametrize("peer_type", [TorchGroupedMm, CublasLoop])
     def test_torch_peers_give_the_layer(self, peer_type: type[Peer], weights: Weights, inputs: Inputs) -> None:

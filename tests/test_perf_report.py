@@ -225,6 +225,20 @@ class TestPages:
         for picture in re.findall(r"\]\((\w+\.svg)\)", text):
             assert (stored / picture).read_text().startswith("<svg")
 
+    def test_a_step_that_some_cases_lack(self, stored: Path, tmp_path: Path) -> None:
+        """The first GEMM gathers, and there is no permute, at one token count only."""
+        gathers, permutes = a_case(64), a_case(4096)
+        route, gemm1, gemm2 = permutes.steps.items()
+        permute = ("permute", StepResult(0.02, 0.02, 0.02, 0, 75_000_000))
+        permutes = replace(permutes, steps=dict([route, permute, gemm1, gemm2]))
+        results.save(a_result(gathers, permutes), tmp_path / "headline.json")
+        assert main(["report", str(tmp_path / "headline.json")]) == 0
+        lines = (tmp_path / "report.md").read_text().splitlines()
+        head = lines.index("| tokens | route | permute | gemm1 | gemm2 | gaps | whole |")
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[head + 2 : head + 4]]
+        assert [(row[0], row[2][:9]) for row in cells] == [("64", "-"), ("4096", "0.0200 ms")]
+        assert [row[3][:9] for row in cells] == ["3.0000 ms", "3.0000 ms"]
+
     def test_same_result_same_pictures(self, stored: Path, tmp_path: Path) -> None:
         assert main(["report", str(stored / "headline.json"), "--output", str(tmp_path)]) == 0
         name = "jamba_large_tokens.svg"

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from cutlass_moe import heuristics
 from cutlass_moe.aot.manifest import LibraryError
+from cutlass_moe.config import GemmConfig
 from perf import measure, options, results, runner
 from perf.__main__ import main
 from perf.check import reference_layer
@@ -60,6 +62,7 @@ def cpu_run(tiny: Workload, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets `runner.run` measure the tiny workload on the CPU, with fake clocks and graphs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other cost more than so little work
+    monkeypatch.setattr(heuristics, "choose_gemm_config", lambda *shape, **named: GemmConfig(128, (16, 32), 2))
     monkeypatch.setattr(options, "get_workload", lambda name: tiny)
     monkeypatch.setattr(runner, "require_device", lambda plans, peers: CPU)
     monkeypatch.setattr(runner, "Stopwatch", FakeStopwatch)
@@ -97,6 +100,15 @@ class TestRun:
         assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
         saved = results.load(tmp_path / "shapes.json")
         assert saved.cases == result.cases and saved.complete and saved.not_for_the_record and saved.seconds
+
+    def test_a_layer_that_gathers_has_no_permute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        permutes = self.run(tmp_path).cases[0]
+        config = GemmConfig(128, (16, 32), 2, gather=True)
+        monkeypatch.setattr(heuristics, "choose_gemm_config", lambda *shape, **named: config)
+        gathers = self.run(tmp_path).cases[0]
+        assert list(gathers.steps) == ["route", "gemm1", "gemm2", "combine"]
+        x_TH, index, x_MH = 3 * 64 * 2, 6 * 4, 6 * 64 * 2
+        assert permutes.steps["gemm1"].bytes - gathers.steps["gemm1"].bytes == x_MH - (x_TH + index)
 
     def test_routing_given_on_the_command_line(self, tmp_path: Path) -> None:
         case = self.run(tmp_path, routing="all-to-one").cases[0]

@@ -86,6 +86,11 @@ class Group:
         names = dict.fromkeys(name for case in self.timed for name in case.peers)
         return [name for name in names if any(peer_ms(case, name) for case in self.timed)]
 
+    @property
+    def steps(self) -> list[str]:
+        """Names, in order: of the case that has most, since one whose first GEMM gathers has no permute."""
+        return max((list(case.steps) for case in self.timed), key=len)
+
 
 @dataclass(frozen=True)
 class Summary:
