@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cutlass_moe.aot.manifest import KernelEntry, json_form
 from cutlass_moe.aot.verify import WrongResult, check_kernel, verify
@@ -15,12 +16,14 @@ from epilogues import Bias, Identity, ResidualAdd, RoutingScale, RowAbsMax, Scal
 
 CPU = torch.device("cpu")
 SMALL = GemmConfig(128, (16, 32), 2)
+GATHER = GemmConfig(128, (16, 32), 2, gather=True)
 SPECS: list[KernelSpec] = [
     RouteSpec("int32", None),
     RouteSpec("int64", "bfloat16"),
     PermuteSpec("float16"),
     CombineSpec("bfloat16"),
     GemmSpec("bfloat16", SMALL, SiluGate()),
+    GemmSpec("bfloat16", GATHER, SiluGate()),
     GemmSpec("float16", SMALL, RoutingScale()),
     GemmSpec("bfloat16", SMALL, Identity()),
     GemmSpec("bfloat16", SMALL, Bias(operands=2) | StorePreActivation() | SiluGate() | Scale() | RowAbsMax()),
@@ -47,7 +50,7 @@ def test_kernel_that_writes_nothing_fails(spec: KernelSpec) -> None:
 def test_kernel_that_is_off_in_one_place_fails(spec: KernelSpec, torch_kernel: Any) -> None:
     """One value of one output tensor changed, in the first row that is written."""
     right = torch_kernel(spec, early=False)
-    place = {RouteSpec: 3, PermuteSpec: 2, CombineSpec: 2, GemmSpec: 6}[type(spec)]
+    place = {RouteSpec: 3, PermuteSpec: 2, CombineSpec: 2, GemmSpec: 7}[type(spec)]
 
     def wrong(*arguments: Any) -> None:
         right(*arguments)
@@ -65,9 +68,20 @@ def test_gemm_that_writes_past_the_last_row_fails(torch_kernel: Any) -> None:
 
     def wrong(*arguments: Any) -> None:
         right(*arguments)
-        arguments[6][int(arguments[3][-1])] = 0
+        arguments[7][int(arguments[4][-1])] = 0  # out, by the expert offsets
 
     with pytest.raises(WrongResult, match="it wrote where it must not"):
+        check_kernel(spec, wrong, CPU, 132)
+
+
+def test_gemm_that_does_not_gather_fails(torch_kernel: Any) -> None:
+    spec = GemmSpec("bfloat16", GATHER, SiluGate())
+    right = torch_kernel(spec, early=False)
+
+    def wrong(rows: Tensor, source_index: Tensor, *others: Any) -> None:
+        right(rows, torch.arange(len(source_index), dtype=torch.int32), *others)
+
+    with pytest.raises(WrongResult):
         check_kernel(spec, wrong, CPU, 132)
 
 
