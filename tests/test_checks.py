@@ -364,6 +364,65 @@ def test_grouped_gemm_arguments(change: dict[str, Any], error: type[Exception], 
         cutlass_moe.grouped_gemm(**(good | change))
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"source_index": [0] * 10}, TypeError, r"source_index must be a torch.Tensor, got list"),
+        (
+            {"source_index": torch.zeros(10).long()},
+            TypeError,
+            r"source_index must have dtype torch.int32, got torch.int64",
+        ),
+        (
+            {"source_index": torch.zeros(5, 2).int()},
+            ValueError,
+            r"source_index must have 1 dimensions \[M\], got shape \[5, 2\]",
+        ),
+        (
+            {"source_index": torch.zeros(10, device="meta").int()},
+            ValueError,
+            r"source_index must be on cpu like the other tensors, got meta",
+        ),
+        (
+            {"source_index": torch.zeros(20).int()[::2]},
+            ValueError,
+            r"source_index must be contiguous, got shape \[10\] with strides \[2\]",
+        ),
+        ({"a_MK": ones(0, H)}, ValueError, r"a must have rows for source_index to take, got \[0, 32\]"),
+        (
+            {"source_index": torch.zeros(checks.MAX_ROWS + 1).int()},
+            ValueError,
+            rf"rows .* must be at most {checks.MAX_ROWS}, got {checks.MAX_ROWS + 1}",
+        ),
+        (
+            {"tensors": {"row_weight": torch.ones(6)}},
+            ValueError,
+            r"tensors\['row_weight'\] must have shape \[M\] = \[10\], got \[6\]",
+        ),
+        ({"row_index": torch.arange(6).int()}, ValueError, r"row_index must have shape \[M\] = \[10\], got \[6\]"),
+        (
+            {"epilogue": Identity(), "tensors": {}, "row_index": None, "out": ones(6, I)},
+            ValueError,
+            r"out must have shape \[rows, N\] = \[10, 24\], got \[6, 24\]",
+        ),
+    ],
+)
+def test_grouped_gemm_source_index(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    """M is the index's length here, not that of a."""
+    good: dict[str, Any] = {
+        "a_MK": ones(6, H),
+        "b": ones(E, I, H),
+        "expert_offsets_E1": torch.tensor([0, 3, 3, 10]).int(),
+        "epilogue": RoutingScale(),
+        "tensors": {"row_weight": torch.ones(10)},
+        "source_index": torch.arange(10).int() % 6,
+        "row_index": torch.arange(10).int(),
+    }
+    assert cutlass_moe.grouped_gemm(**good).shape == (10, I)
+    with pytest.raises(error, match=message):
+        cutlass_moe.grouped_gemm(**(good | change))
+
+
 def test_grouped_gemm_scatter_arguments() -> None:
     good: dict[str, Any] = {
         "a_MK": ones(10, H),

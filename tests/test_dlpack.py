@@ -49,7 +49,7 @@ def test_steps_take_and_return_arrays(layer: Any) -> None:
     x, w_gate, w_up, w_down, ids, weights = arrays(*layer.arguments)
     plan: Any = cutlass_moe.plan_routing(ids, E, weights)
     assert isinstance(plan, cutlass_moe.RoutingPlan) and plan.num_experts == E
-    assert all(isinstance(table, np.ndarray) for table in plan[:4])
+    assert all(isinstance(table, np.ndarray) for table in plan[:5])
     x_MH: Any = cutlass_moe.permute(x, plan)
     h_MI: Any = cutlass_moe.grouped_gemm(x_MH, (w_gate, w_up), plan.expert_offsets_E1, epilogue=SiluGate())
     y_MH: Any = np.zeros((T * K, H), dtype=np.float16)
@@ -67,6 +67,18 @@ def test_steps_take_and_return_arrays(layer: Any) -> None:
     assert np.array_equal(out, cutlass_moe.combine(y_MH, plan.slot_row_TK))
     assert np.array_equal(out, cutlass_moe.fused_experts(*layer.arguments).numpy())
     assert cutlass_moe.plan_routing(ids, E).row_weight_M is None
+    gate_up: Any = (w_gate, w_up)
+    index: Any = plan.row_token_M
+    gathered: Any = cutlass_moe.grouped_gemm(
+        x, gate_up, plan.expert_offsets_E1, epilogue=SiluGate(), source_index=index
+    )
+    assert isinstance(gathered, np.ndarray) and np.array_equal(gathered, h_MI)
+    with pytest.raises(TypeError, match=r"source_index must have dtype torch\.int32, got torch\.int64"):
+        cutlass_moe.grouped_gemm(x, w_gate, plan.expert_offsets_E1, source_index=index.astype(np.int64))
+    with pytest.raises(TypeError, match="source_index must be an array that DLPack can hand to torch, got ndarray"):
+        cutlass_moe.grouped_gemm(x, w_gate, plan.expert_offsets_E1, source_index=index.astype(object))
+    with pytest.raises(TypeError, match=r"source_index must be a torch\.Tensor, got ndarray"):
+        cutlass_moe.grouped_gemm(layer.x, layer.w_gate, torch.zeros(E + 1).int(), source_index=index)
 
 
 def test_wrong_arrays_are_named(layer: Any) -> None:

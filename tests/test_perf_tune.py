@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import cutlass_moe
 from cutlass_moe import heuristics
 from cutlass_moe.config import GemmConfig
 from perf import PerfError, environment, gemm_table, sweep, tune_command, tune_file, tune_space
@@ -25,7 +26,7 @@ from perf.tune_file import MeasuredPoint, TuneFile
 from perf.workloads import Workload
 
 SHAPE = Shape(2, 2048, 4096)
-NARROW, WIDE = "128x16_32_c2", "128x64_96_128_c2_pp"
+NARROW, WIDE, GATHER = "128x16_32_c2", "128x64_96_128_c2_pp", "128x16_32_c2_g"
 WORKLOAD = Workload("tiny", "", hidden=64, intermediate=32, experts=4, top_k=2)
 
 
@@ -61,6 +62,48 @@ class TestTable:
         assert [gemm_table.look_up(entries, SHAPE, rows) for rows in (0.1, 8.0, 8.1, 1e6)] == ["a", "a", "b", "b"]
         assert gemm_table.look_up(entries, Shape(2, 40000, 8000), 5) == "c", "the nearest shape"
         assert gemm_table.look_up(entries, Shape(1, 2048, 4096), 5) == "d", "accumulators come first"
+
+    @pytest.mark.parametrize(
+        ("gathering_ms", "choices"),
+        [
+            ((0.9, 0.9, 0.9), [[None, "a_g"]]),
+            ((0.9, 0.9, 1.1), [[32.0, "a_g"]]),
+            ((0.9, 1.0, 0.9), [[8.0, "a_g"]]),
+            ((0.9, None, 0.9), [[8.0, "a_g"]]),
+            ((1.1, 0.9, 0.9), None),
+            ((1.1, 1.1, 1.1), None),
+            ((None, None, None), None),
+        ],
+        ids=["all", "some", "no-gain-is-no-win", "not-timed", "not-from-the-fewest", "none", "never-timed"],
+    )
+    def test_gather_reaches_as_far_as_it_wins(
+        self, gathering_ms: tuple[float | None, ...], choices: list[list[Any]] | None
+    ) -> None:
+        """From the fewest rows on, up to between the last point won and the first one lost."""
+        points = [
+            point(rows, **{"a": 1.0, **({} if ms is None else {"a_g": ms})})
+            for rows, ms in zip((4, 16, 64), gathering_ms, strict=True)
+        ]
+        other = Point(Shape(2, 49152, 8192), 4, {"a": 1.0})
+        entry, other_entry = gemm_table.make_entries([*reversed(points), other], 0.01)
+        assert entry.get("gather") == choices and entry["choices"] == [[None, "a"]]
+        assert "gather" not in other_entry
+
+    def test_choices_that_gather(self) -> None:
+        """Among themselves as few as can be, by the points that they win; `choices` are as they would be without."""
+        times = [(4, 1.0, 1.2, 0.5, 0.6), (16, 1.0, 1.2, 0.8, 0.6), (64, 1.0, 1.2, 0.9, 0.6), (256, 1.0, 0.5, 0.7, 1.5)]
+        points = [point(rows, a=a, b=b, c_g=c, d_g=d) for rows, a, b, c, d in times]
+        (entry,) = gemm_table.make_entries(points, 0.01)
+        assert entry["choices"] == [[128.0, "a"], [None, "b"]]
+        assert entry["gather"] == [[8.0, "c_g"], [128.0, "d_g"]]
+        assert json.loads(gemm_table.to_text([entry], {}))["entries"] == [entry]
+        names = [gemm_table.look_up([entry], SHAPE, rows) for rows in (4, 9, 128, 129)]
+        assert names == ["c_g", "d_g", "d_g", "b"]
+        (without,) = gemm_table.make_entries([point(rows, a=a, b=b) for rows, a, b, *_ in times], 0.01)
+        assert without == {key: value for key, value in entry.items() if key != "gather"}
+        assert gemm_table.describe_changes([without], [entry], points)[0] == (
+            "2 x 1024 x 4096, 4 rows: a (1.0000 ms) -> c_g (0.5000 ms, +50.0% of the time saved)"
+        )
 
     def test_says_what_would_change(self) -> None:
         points = [point(4, a=1.0, b=1.25)]
@@ -128,8 +171,8 @@ def made_problems() -> list[Problem]:
     return list(problems(WORKLOAD, weights, 9, generator))
 
 
-def swept(problem: Problem) -> MeasuredPoint:
-    configs = tune_space.named([NARROW, WIDE])
+def swept(problem: Problem, names: Sequence[str] = (NARROW, WIDE)) -> MeasuredPoint:
+    configs = tune_space.named(names)
     turns = Turns(least=1, most=1, budget_s=0.0, warm_up=0)
     return sweep.sweep(problem, configs, 9, FakeStopwatch(), Monitor(None), turns)  # type: ignore[arg-type]
 
@@ -141,6 +184,23 @@ class TestSweep:
         assert first.key == (2, 64, 64, 4, 9) and second.key == (1, 64, 32, 4, 9)
         assert first.rows == 4.5 and first.times_ms == second.times_ms == {NARROW: 2.0, WIDE: 2.0}
         assert first.wrong == second.wrong == {}
+
+    def test_a_permuted_copy_is_timed_where_rows_are_not_gathered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        permute, permuted = cutlass_moe.permute, []
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            permuted.append(arguments)
+            return permute(*arguments)
+
+        problem, second = made_problems()
+        monkeypatch.setattr(cutlass_moe, "permute", counted)
+        for name, copies in ((NARROW, 3), (GATHER, 0)):  # captured, checked and timed
+            permuted.clear()
+            assert list(swept(problem, [name]).times_ms) == [name] and len(permuted) == copies
+        permuted.clear()
+        assert list(swept(problem, [NARROW, GATHER]).times_ms) == [NARROW, GATHER], "bit for bit the same"
+        swept(second)
+        assert len(permuted) == 3, "GEMM 2's rows are grouped already"
 
     def test_wrong_configurations_are_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, calls = Problem.run, iter(range(100))
@@ -185,6 +245,11 @@ class TestFile:
         loaded = tune_file.load(tmp_path / "tune.json")
         assert loaded == file and [point.times_ms for point in loaded.points] == [{"a": 2.0}]
 
+    def test_points_of_a_table(self) -> None:
+        """Those with a configuration that does not gather: a table of others would lack `choices`."""
+        points = [measured(4, **{GATHER: 1.0}), measured(8, **{GATHER: 1.0, NARROW: 2.0}), measured(16)]
+        assert [point.rows for point in TuneFile("NVIDIA H200", "0123", "2026-01-01", points).usable()] == [8]
+
     def test_what_is_known_is_not_measured_again(self) -> None:
         known = measured(4, a=1.0, b=1.0)
         assert known.covers(["a"], {"a": "1"}) and known.covers(["a", "b"], {"a": "1", "b": "1"})
@@ -224,6 +289,14 @@ class TestCommand:
         capsys.readouterr()
         assert main(arguments) == 0 and "would not change" in capsys.readouterr().out
 
+    def test_no_table_without_what_grouped_rows_need(
+        self, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "gather.json"
+        TuneFile("NVIDIA H200", "0123", "2026-01-01", [measured(4, **{GATHER: 1.0})]).save(path)
+        assert main(["tune", "--table-only", "--write", "--measurements", str(path)]) == 2 and not table.exists()
+        assert "no configuration that does not gather was timed" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -242,6 +315,7 @@ class TestCommand:
     def test_goes_on_where_it_stopped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fake_sweep(problem: Problem, configs: Any, tokens: int, *rest: Any) -> MeasuredPoint:
             measured_keys.append((problem.accumulators, tokens))
+            tried.setdefault(problem.accumulators, []).append([config.name for config in configs])
             if len(measured_keys) == 3:
                 raise RuntimeError("unspecified launch failure")
             times_ms = {config.name: 1.0 for config in configs}
@@ -249,6 +323,7 @@ class TestCommand:
             return MeasuredPoint(problem.accumulators, *key, tokens, tokens / 2, times_ms)
 
         measured_keys: list[tuple[int, int]] = []
+        tried: dict[int, list[list[str]]] = {}
         monkeypatch.setattr(tune_command, "sweep", fake_sweep)
         monkeypatch.setattr(tune_command, "custom_workload", lambda shape: WORKLOAD)
         monkeypatch.setattr(tune_command, "require_device", lambda plans, peers: torch.device("cpu"))
@@ -260,9 +335,10 @@ class TestCommand:
         arguments = argparse.Namespace(
             library=None, workload=None, shape=["x"], rows=[2.0, 4.0], measurements=tmp_path / "tune.json"
         )
-        configs = tune_space.named([NARROW])
+        configs = tune_space.named([NARROW, GATHER])
         with pytest.raises(RuntimeError, match="launch failure"):
             tune_command.measure(arguments, configs)
         file = tune_command.measure(arguments, configs)
         assert measured_keys == [(2, 4), (1, 4), (2, 8), (2, 8), (1, 8)]
+        assert tried == {2: [[NARROW, GATHER]] * 3, 1: [[NARROW]] * 2}, "GEMM 2 has no use for gather"
         assert len(file.points) == len(tune_file.load(tmp_path / "tune.json").points) == 4
