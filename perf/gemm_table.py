@@ -56,7 +56,7 @@ def config_from_name(name: str) -> GemmConfig:
 
 def shortlist(points: Sequence[Point], tolerance: float) -> list[str]:
     """The fewest configurations (greedily) such that each point has one within `tolerance` of its best: every
-    further one is two more kernels to compile and ship."""
+    further one is more kernels to compile and ship."""
     good = [{name for name, ms in point.times_ms.items() if ms <= point.best_ms * (1 + tolerance)} for point in points]
     open_points = set(range(len(points)))
     chosen: list[str] = []
