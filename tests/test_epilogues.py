@@ -332,9 +332,15 @@ def test_layer_under_compile_is_one_operator(make_layer: Any) -> None:
     assert torch.equal(compiled(layer.x), call(layer.x))
 
 
-@pytest.mark.parametrize("epilogue", LIBRARY, ids=lambda e: e.name)
-@pytest.mark.parametrize("config", [GemmConfig(128, (16, 48), 2), GemmConfig(128, (64,), 2, ping_pong=True)])
-def test_compiles_without_spills(epilogue: Epilogue, config: GemmConfig, tmp_path: Any) -> None:
+COMPILED = [
+    *((config, e) for config in (GemmConfig(128, (16, 48), 2), GemmConfig(128, (64,), 2, True)) for e in LIBRARY),
+    (GemmConfig(128, (16, 48), 1, gather=True), SiluGate()),
+    (GemmConfig(128, (64,), 2, True, gather=True), SiluGate()),
+]
+
+
+@pytest.mark.parametrize(("config", "epilogue"), COMPILED, ids=lambda each: each.name)
+def test_compiles_without_spills(config: GemmConfig, epilogue: Epilogue, tmp_path: Any) -> None:
     pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     from cutlass_moe.aot.sass import can_inspect, inspect_cubin
     from cutlass_moe.kernels.compiler import compile_kernel
