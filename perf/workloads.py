@@ -16,7 +16,6 @@ from perf.roofline import ELEMENT_BYTES
 from perf.routing import Recorded, Routing, Uniform, parse_routing
 
 WEIGHT_SCALE = 0.02
-GRIDS = ("headline", "decode", "all")
 FREE_TOKENS = (4096, 16384)  # of a workload that publishes no cases
 _DATA = Path(__file__).with_name("workloads.json")
 
