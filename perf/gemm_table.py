@@ -100,7 +100,7 @@ def make_entries(points: Sequence[Point], tolerance: float) -> list[dict[str, An
     """The table's entries from the measurements of any number of shapes."""
     plain = [_restricted(point, gather=False) for point in points]
     names = shortlist(plain, tolerance)
-    gathered = {shape: _where_gather_wins(points, shape) for shape in {point.shape for point in points}}
+    gathered = {shape: _where_gather_wins(points, shape, tolerance) for shape in {point.shape for point in points}}
     gather_names = shortlist([point for won, _ in gathered.values() for point in won], tolerance)
     entries = []
     for shape in sorted(gathered):
@@ -126,13 +126,13 @@ def _restricted(point: Point, *, gather: bool) -> Point:
     return replace(point, times_ms=times)
 
 
-def _where_gather_wins(points: Sequence[Point], shape: Shape) -> tuple[list[Point], float]:
-    """The points, from the fewest rows on, at which the best that gathers beats the best that does not, with the
-    former's times only; and up to how many rows that goes."""
+def _where_gather_wins(points: Sequence[Point], shape: Shape, tolerance: float) -> tuple[list[Point], float]:
+    """The points, from the fewest rows on, at which the best that gathers is not slower, within the tolerance, than the
+    best that does not: it saves a launch. With the former's times only; and up to how many rows that goes."""
     won: list[Point] = []
     for point in sorted((point for point in points if point.shape == shape), key=lambda point: point.rows):
         gather, plain = _restricted(point, gather=True), _restricted(point, gather=False)
-        if not gather.times_ms or gather.best_ms >= plain.best_ms:
+        if not gather.times_ms or gather.best_ms > plain.best_ms * (1 + tolerance):
             return won, math.sqrt(won[-1].rows * point.rows) if won else 0.0
         won.append(gather)
     return won, math.inf

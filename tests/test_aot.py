@@ -173,7 +173,7 @@ ENTRY = KernelEntry(
     spec={"kind": "combine", "widths": [8, 16]},
     source_hash="ab12",
     cubin_sha256="ef56",
-    resources=Resources(32, 0, 0, 0, 0, 0, 4, 2),
+    resources=Resources(32, 0, 0, 0, 0, 0, 4, 1, 2),
 )
 MANIFEST = Manifest(
     schema=SCHEMA_VERSION,

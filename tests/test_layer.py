@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -91,6 +92,13 @@ def gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
     monkeypatch.setattr(heuristics, "choose_gemm_config", choose)
     return bool(request.param)
+
+
+@pytest.fixture
+def permutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first GEMM does not gather, whatever the table says."""
+    never = functools.partial(choose_gemm_config, gather=False)
+    monkeypatch.setattr(heuristics, "choose_gemm_config", lambda *shape, gather, **named: never(*shape, **named))
 
 
 class Allocations(TorchDispatchMode):
@@ -190,7 +198,7 @@ def test_views(gather: bool, make_layer: Any, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("failing", ["route", "permute", "gate", "down", "combine"])
-def test_an_error_of_a_kernel_ends_the_layer(failing: str, make_layer: Any, kernels: Kernels) -> None:
+def test_an_error_of_a_kernel_ends_the_layer(failing: str, make_layer: Any, kernels: Kernels, permutes: None) -> None:
     inputs = make_layer(T, K, E, H, I)
     out = torch.empty_like(inputs.x)
     kernels.failing = failing
@@ -203,7 +211,7 @@ def test_an_error_of_a_kernel_ends_the_layer(failing: str, make_layer: Any, kern
     assert torch.equal(out, cutlass_moe.fused_experts(*inputs.arguments))
 
 
-def test_a_plan_is_made_once_for_a_shape(make_layer: Any, kernels: Kernels) -> None:
+def test_a_plan_is_made_once_for_a_shape(make_layer: Any, kernels: Kernels, permutes: None) -> None:
     for tokens, asked in ((T, 5), (T, 5), (T + 1, 10), (T, 10)):
         inputs = make_layer(tokens, K, E, H, I)
         launch(*inputs.arguments, "silu", torch.empty_like(inputs.x), None)

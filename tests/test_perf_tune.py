@@ -68,13 +68,14 @@ class TestTable:
         [
             ((0.9, 0.9, 0.9), [[None, "a_g"]]),
             ((0.9, 0.9, 1.1), [[32.0, "a_g"]]),
-            ((0.9, 1.0, 0.9), [[8.0, "a_g"]]),
+            ((0.9, 1.005, 0.9), [[None, "a_g"]]),
+            ((0.9, 1.02, 0.9), [[8.0, "a_g"]]),
             ((0.9, None, 0.9), [[8.0, "a_g"]]),
             ((1.1, 0.9, 0.9), None),
             ((1.1, 1.1, 1.1), None),
             ((None, None, None), None),
         ],
-        ids=["all", "some", "no-gain-is-no-win", "not-timed", "not-from-the-fewest", "none", "never-timed"],
+        ids=["all", "some", "as-fast-will-do", "slower", "not-timed", "not-from-the-fewest", "none", "never-timed"],
     )
     def test_gather_reaches_as_far_as_it_wins(
         self, gathering_ms: tuple[float | None, ...], choices: list[list[Any]] | None

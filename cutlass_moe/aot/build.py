@@ -119,8 +119,14 @@ def hash_sources(spec: KernelSpec, sources: Sequence[Path]) -> str:
     """`source_hash` of a kernel with these source files. Their names count, their folders do not. So does the
     manifest's version: what it says of a kernel is kept beside its object."""
     digest = hashlib.sha256()
-    identity = {"name": spec.name, "spec": spec.describe(), "dsl": _require_dsl(), "arch": ARCH, "host": HOST_CPU}
-    identity["schema"] = SCHEMA_VERSION
+    identity = {
+        "name": spec.name,
+        "spec": spec.describe(),
+        "dsl": _require_dsl(),
+        "arch": ARCH,
+        "host": HOST_CPU,
+        "schema": SCHEMA_VERSION,
+    }
     digest.update(json.dumps(identity, sort_keys=True).encode())
     for source in sorted(sources, key=lambda path: (path.name, str(path))):
         digest.update(f"\0{source.name}\0".encode())
