@@ -42,7 +42,9 @@ def main() -> None:
     calls: dict[str, Callable[[], object]] = {
         "fused_experts": lambda: cutlass_moe.fused_experts(*arguments),
         "with out and workspace": lambda: cutlass_moe.fused_experts(*arguments, out=out, workspace=workspace),
-        "with biases": lambda: cutlass_moe.fused_experts(*arguments, b_gate=b_gate, b_up=b_up, b_down=b_down),
+        "with biases": lambda: cutlass_moe.fused_experts(
+            *arguments, activation="clamped_swiglu", b_gate=b_gate, b_up=b_up, b_down=b_down
+        ),
     }
     for name, call in calls.items():
         call()  # loads the kernels

@@ -46,7 +46,8 @@ class GroupedGemm:
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
-    Pipelines: one ring of `stages` shared-memory stages. `full[s]` counts the producer's arrival and the TMA bytes;
+    Pipelines: one ring of `stages` shared-memory stages. `full[s]` counts the arrivals of the warps that load, also of
+    one that has no row in the tile (else it could fall two fills behind and mistake a parity), and the TMA bytes;
     `empty[s]` counts one arrival of each warp that reads the stage in each CTA of the cluster, since the token tile
     is multicast and a producer overwrites the stage of its peer too.
 
@@ -254,7 +255,7 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(tma_rows)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(self.full + s, 1)
+                    cute.arch.mbarrier_init(self.full + s, loaders)
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
                 for s in cutlass.range_constexpr(WORK_SLOTS):
                     cute.arch.mbarrier_init(self.work_full + s, 1)
@@ -496,6 +497,9 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
                 if warp == 0:
                     self._load_weights(tma_weights, from_weights, to_weights, policy, tokens, k, stage)
+                elif cutlass.const_expr(self.gather):
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(self.full + stage)
             for i in cutlass.range(boxes, unroll=4 if cutlass.const_expr(self.gather) else 1):
                 self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * step, k, stage)
             stage, phase = self._advance(stage, phase)
