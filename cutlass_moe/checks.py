@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_moe.activations import activation_key
 from cutlass_moe.config import MAX_EXPERTS
 from cutlass_moe.epilogue_arguments import resolve_dtype, tensor_shape, wrong_shape_hint
 from cutlass_moe.workspace import workspace_size
@@ -44,17 +43,16 @@ def check_experts(
     w_down: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str | Epilogue,
+    activation: str,
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     out: Tensor | None,
     workspace: Tensor | None,
 ) -> None:
-    """Arguments of `fused_experts`; `biases` are b_gate, b_up and b_down.
+    """Arguments of `fused_experts`; `activation` is its `activation_key`, `biases` are b_gate, b_up and b_down.
 
     A call that looks like one that passed is not taken apart again: that would cost the host twice as much.
     """
-    key = activation_key(activation)
-    look = _look(key, x, w_gate, w_up, w_down, topk_ids, topk_weights, *biases, out, workspace)
+    look = _look(activation, x, w_gate, w_up, w_down, topk_ids, topk_weights, *biases, out, workspace)
     if look is not None and look in _passed:  # in this order: a compiled graph would depend on the set
         return
     _check_hidden_states(x)
@@ -93,10 +91,10 @@ def _look(key: str, *tensors: Any) -> tuple[Any, ...] | None:
         return None
     look: list[Any] = [key, torch.is_grad_enabled()]
     for tensor in tensors:
-        if type(tensor) in PLAIN_TENSORS:
-            look += (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad)
-        elif tensor is None:
+        if tensor is None:
             look.append(None)
+        elif type(tensor) in PLAIN_TENSORS:
+            look += (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad)
         else:
             return None
     return tuple(look)

@@ -71,20 +71,20 @@ def fused_experts(
     """
     if dlpack.is_foreign(x):
         arrays = (x, w_gate, w_up, w_down, topk_ids, topk_weights)
-        biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-        keywords = {"activation": activation, **biases, "out": out, "workspace": workspace}
+        named = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+        keywords = {"activation": activation, **named, "out": out, "workspace": workspace}
         return dlpack.through_torch(fused_experts, *arrays, **keywords)
-    checks.check_experts(
-        x, w_gate, w_up, w_down, topk_ids, topk_weights, activation, (b_gate, b_up, b_down), out, workspace
-    )
+    key = activation_key(activation)
+    biases = (b_gate, b_up, b_down)
+    checks.check_experts(x, w_gate, w_up, w_down, topk_ids, topk_weights, key, biases, out, workspace)
     x_TH, topk_ids_TK, topk_weights_TK = x, topk_ids, topk_weights
     if x.dim() != 2:
         x_TH = x.reshape(-1, x.shape[-1])
         topk_ids_TK = topk_ids.reshape(x_TH.shape[0], topk_ids.shape[-1])
         topk_weights_TK = topk_weights.reshape(x_TH.shape[0], topk_ids.shape[-1])
-    arguments: tuple[Any, ...] = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, activation_key(activation))
+    arguments: tuple[Any, ...] = (x_TH, w_gate, w_up, w_down, topk_ids_TK, topk_weights_TK, key)
     if b_gate is not None or b_down is not None:
-        arguments += (b_gate, b_up, b_down)
+        arguments += biases
     if out is None and workspace is None:
         out_TH = torch.ops.cutlass_moe.fused_experts.default(*arguments)
         return out_TH if x.dim() == 2 else out_TH.view(x.shape)

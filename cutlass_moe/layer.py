@@ -60,7 +60,8 @@ def launch_experts(
         x_TH.device,
     )
     if workspace is None:
-        workspace = torch.empty(plan.workspace_size, dtype=torch.uint8, device=x_TH.device)
+        # Like x: half as dear as `torch.empty` with a dtype and a device. Only its address counts.
+        workspace = x_TH.new_empty(plan.workspace_size // x_TH.itemsize)
     plan.launch(
         x_TH,
         topk_ids_TK,

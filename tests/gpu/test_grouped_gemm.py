@@ -129,7 +129,7 @@ def test_shipped_kernel(spec: GemmSpec, guarded: Any, assert_gemm_close: Any) ->
         (around, 264, 64, "padded", sm_count),
         (odd, 72, 2056, "separate", 2),  # two CTAs walk all tiles
         ([tile + 5], 392, 136, "concatenated", sm_count),
-        ([0, 0, 3], 8, 8, "padded", sm_count),
+        ([0, 0, 3] * 16, 8, 8, "padded", sm_count),
         ([0] * 16, 64, 64, "separate", sm_count),
     ]
     for shape in shapes:
