@@ -29,7 +29,6 @@ EVICT_FIRST = 0x12F0000000000000
 EVICT_NORMAL = 0x1000000000000000
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = 3  # of the producer warpgroup
-WORK_SLOTS = 2  # work numbers drawn ahead
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
 
 
@@ -54,9 +53,9 @@ class GroupedGemm:
     Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter
     in global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose
     numbers are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each
-    reads the same bytes from HBM again. The scheduler passes numbers to all roles of the cluster through `work_full`,
-    `work_empty` and `s_work`, two ahead; every role locates the tile itself, in a table of the experts' tiles that is
-    made in shared memory at the start. Which cluster computes a tile changes nothing in its result.
+    reads the same bytes from HBM again. The scheduler passes a number to all roles of the cluster through `work_full`,
+    `work_empty` and `s_work`; every role locates the tile itself, in a table of the experts' tiles that is made in
+    shared memory at the start. Which cluster computes a tile changes nothing in its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -244,9 +243,9 @@ class GroupedGemm:
         self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
-        self.s_work = smem.allocate_tensor(Int32, cute.make_layout(WORK_SLOTS), byte_alignment=16)
-        self.work_full = smem.allocate_array(Int64, WORK_SLOTS)
-        self.work_empty = smem.allocate_array(Int64, WORK_SLOTS)
+        self.s_work = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        self.work_full = smem.allocate_array(Int64, 1)
+        self.work_empty = smem.allocate_array(Int64, 1)
         self.rank = rank
         loaders = GATHER_WARPS if cutlass.const_expr(self.gather) else 1
 
@@ -257,9 +256,8 @@ class GroupedGemm:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(self.full + s, loaders)
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
-                for s in cutlass.range_constexpr(WORK_SLOTS):
-                    cute.arch.mbarrier_init(self.work_full + s, 1)
-                    cute.arch.mbarrier_init(self.work_empty + s, (loaders + 4 * CONSUMERS) * self.cluster)
+                cute.arch.mbarrier_init(self.work_full, 1)
+                cute.arch.mbarrier_init(self.work_empty, (loaders + 4 * CONSUMERS) * self.cluster)
             cute.arch.mbarrier_init_fence()
         if not early:
             cute.arch.griddepcontrol_wait()
@@ -284,8 +282,7 @@ class GroupedGemm:
         work_end = s_tile_starts[experts] * feature_tiles
         stage = Int32(0)
         phase = Int32(0)
-        slot = Int32(0)
-        slot_phase = Int32(0)
+        work_phase = Int32(0)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -294,8 +291,8 @@ class GroupedGemm:
             if cutlass.const_expr(not self.gather):
                 if schedules:
                     while work < work_end:
-                        work = self._draw(tile_counter_1, clusters, slot, slot_phase)
-                        slot, slot_phase = self._advance_slot(slot, slot_phase)
+                        work = self._draw(tile_counter_1, clusters, work_phase)
+                        work_phase ^= 1
             if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
                 if early:
@@ -313,9 +310,6 @@ class GroupedGemm:
                     cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
                 while work < work_end:
-                    if cutlass.const_expr(self.gather):
-                        if schedules:
-                            self._draw(tile_counter_1, clusters, slot, slot_phase)
                     expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                         work, feature_tiles, experts, s_offsets, s_tile_starts
                     )
@@ -334,12 +328,15 @@ class GroupedGemm:
                         phase,
                     )
                     primed = Int32(0)
-                    work, slot, slot_phase = self._next_work(slot, slot_phase)
+                    if cutlass.const_expr(self.gather):
+                        if schedules:
+                            self._draw(tile_counter_1, clusters, work_phase)
+                    work, work_phase = self._next_work(work_phase)
             if cutlass.const_expr(self.ping_pong):
                 # One number more than tiles: a warpgroup always takes two at a time.
                 if schedules:
-                    cute.arch.mbarrier_wait(self.work_empty + slot, slot_phase ^ 1)
-                    self._hand_out(work_end, slot)
+                    cute.arch.mbarrier_wait(self.work_empty, work_phase ^ 1)
+                    self._hand_out(work_end)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if early:
@@ -350,7 +347,7 @@ class GroupedGemm:
                 if consumer == 1:
                     stage, phase = self._skip(stage, phase)
                     self._pass_turn(consumer)
-                    work, slot, slot_phase = self._next_work(slot, slot_phase)
+                    work, work_phase = self._next_work(work_phase)
             while work < work_end:
                 expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                     work, feature_tiles, experts, s_offsets, s_tile_starts
@@ -364,52 +361,43 @@ class GroupedGemm:
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
-                work, slot, slot_phase = self._next_work(slot, slot_phase)
+                work, work_phase = self._next_work(work_phase)
                 if cutlass.const_expr(self.ping_pong):
                     stage, phase = self._skip(stage, phase)  # that tile is the other warpgroup's
-                    work, slot, slot_phase = self._next_work(slot, slot_phase)
+                    work, work_phase = self._next_work(work_phase)
         # A CTA must not leave while its peer may still write to it or arrive on its barriers.
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def _draw(self, tile_counter_1: cute.Tensor, clusters: Int32, slot: Int32, phase: Int32) -> Int32:
-        """Scheduler: draws the work number that follows a tile, past the end after the cluster's last, and hands it out
-        in a slot that all have read. Draws no sooner: a number drawn long ago is one dealt out beforehand."""
-        cute.arch.mbarrier_wait(self.work_empty + slot, phase ^ 1)
+    def _draw(self, tile_counter_1: cute.Tensor, clusters: Int32, phase: Int32) -> Int32:
+        """Scheduler: draws the work number that follows a tile, past the end after the cluster's last, and hands it
+        out. Not before all have read the one before: a number drawn long ago is as good as dealt out beforehand."""
+        cute.arch.mbarrier_wait(self.work_empty, phase ^ 1)
         drawn = Int32(0)
         if cute.arch.lane_idx() == 0:
             drawn = cute.arch.atomic_add(tile_counter_1.iterator, Int32(1), sem="relaxed", scope="gpu")
         work = clusters + cute.arch.shuffle_sync(drawn, 0)
-        self._hand_out(work, slot)
+        self._hand_out(work)
         return work
 
     @cute.jit
-    def _hand_out(self, work: Int32, slot: Int32):
+    def _hand_out(self, work: Int32):
         """Writes a work number to every CTA of the cluster: lane i to CTA i."""
         lane = cute.arch.lane_idx()
         if lane < self.cluster:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.work_full + slot, 4, lane)
-            cute.arch.store_async_dsmem(self.s_work.iterator + slot, work, self.work_full + slot, lane)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.work_full, 4, lane)
+            cute.arch.store_async_dsmem(self.s_work.iterator, work, self.work_full, lane)
 
     @cute.jit
-    def _next_work(self, slot: Int32, phase: Int32):
-        """The work number that the scheduler drew, for a whole warp, and the place of the one after it."""
-        cute.arch.mbarrier_wait(self.work_full + slot, phase)
-        work = cute.arch.make_warp_uniform(self.s_work[slot])
+    def _next_work(self, phase: Int32):
+        """The work number that the scheduler drew, for a whole warp, and the phase of the one after it."""
+        cute.arch.mbarrier_wait(self.work_full, phase)
+        work = cute.arch.make_warp_uniform(self.s_work[0])
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.work_empty + slot, 0)
-        slot, phase = self._advance_slot(slot, phase)
-        return work, slot, phase
-
-    @cute.jit
-    def _advance_slot(self, slot: Int32, phase: Int32):
-        slot += 1
-        if slot == WORK_SLOTS:
-            slot = Int32(0)
-            phase = phase ^ 1
-        return slot, phase
+            cute.arch.mbarrier_arrive(self.work_empty, 0)
+        return work, phase ^ 1
 
     @cute.jit
     def _partition_weights(
