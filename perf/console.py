@@ -17,8 +17,8 @@ def header(result: RunResult, path: Path) -> str:
         f"{result.device}, torch {result.versions['torch']}, commit {result.commit[:20]}, {result.date}\n"
         f"measured roofs: {roofs['read_TBps']:.2f} TB/s, {roofs['dense_TFLOPs']:.0f} TFLOP/s;"
         f" results in {path}\n"
-        f"{'workload':<16}{'tokens':>7}{'ms':>9}{'cool':>9}{'eager':>9}{'host us':>8}{'TFLOP/s':>8}{'TB/s':>6}"
-        f"{'roof':>7}{'score':>6}{'dense':>9}{'cool':>9}{'stock':>6}  {'best peer':<24}{'ms':>9}{'ratio':>6}"
+        f"{'workload':<16}{'tokens':>7}{'ms':>9}{'cool':>9}{'queued':>9}{'eager':>9}{'host us':>8}{'TFLOP/s':>8}"
+        f"{'TB/s':>6}{'roof':>7}{'score':>6}{'dense':>9}{'cool':>9}{'stock':>6}  {'best peer':<24}{'ms':>9}{'ratio':>6}"
         f"{'match':>8} check"
     )
 
@@ -30,10 +30,11 @@ def case_line(case: CaseResult) -> str:
     score = f"{case.sol_score:.2f}" if case.sol_score is not None else "-"
     best = case.best_peer()
     peer = f"{best[0]:<24}{best[1]:>9.3f}{best[1] / case.ms:>6.2f}" if best else f"{'-':<24}{'-':>9}{'-':>6}"
+    queued = f"{case.queued_ms:.3f}" if case.queued_ms else "-"
     match = f"{case.match_ratio:.5f}" if case.match_ratio is not None else "-"
     check = {True: "pass", False: "FAIL", None: "none"}[case.passed]
     return (
-        f"{case.workload[:16]:<16}{case.tokens:>7}{case.ms:>9.3f}{case.cool_ms:>9.3f}{case.eager_ms:>9.3f}"
+        f"{case.workload[:16]:<16}{case.tokens:>7}{case.ms:>9.3f}{case.cool_ms:>9.3f}{queued:>9}{case.eager_ms:>9.3f}"
         f"{case.host_us:>8.0f}{work.tflops(case.ms):>8.0f}{work.tbps(case.ms):>6.2f}{case.roof_share:>7.1%}{score:>6}"
         f"{case.dense_ms:>9.3f}{case.dense_cool_ms:>9.3f}{stock:>6}  {peer}{match:>8} {check}"
     )

@@ -40,6 +40,7 @@ class Measurement:
     ours: Spread
     ours_cool: Spread
     ours_eager: Spread
+    ours_queued: Spread
     host_us: float
     dense: Spread
     dense_cool: Spread
@@ -133,7 +134,8 @@ def measure(
 
     began = time.monotonic()
     eager = {f"eager {name}": timer for name, timer in contenders.eager.items()}
-    hot = time_in_turns({**contenders.hot, **eager}, options.turns)
+    queued = {f"queued {name}": timer.queued for name, timer in contenders.eager.items()}
+    hot = time_in_turns({**contenders.hot, **eager, **queued}, options.turns)
     hot_state = monitor.over(began)
     began = time.monotonic()
     cool = time_in_turns(contenders.cool, options.cool_turns)
@@ -158,6 +160,7 @@ def measure(
         ours=hot["ours"],
         ours_cool=cool["ours"],
         ours_eager=hot["eager ours"],
+        ours_queued=hot["queued ours"],
         host_us=contenders.eager["ours"].host_us,
         dense=hot["dense"],
         dense_cool=cool["dense"],
@@ -279,6 +282,7 @@ def _with_times(
         p10_ms=spread.p10_ms,
         p90_ms=spread.p90_ms,
         eager_ms=eager.ms,
+        queued_ms=hot[f"queued {name}"].ms,
         host_us=host_us,
         cool_ms=cool[name].ms if name in cool else None,
     )

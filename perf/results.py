@@ -25,6 +25,7 @@ class PeerResult:
         scope: "layer", from ids to output; or "gemms", its two GEMMs with what lies between them.
         ms, p10_ms, p90_ms: graph replay, hot; of eager calls where the peer can't be captured (`captured` False).
         eager_ms, host_us: a call that meets an idle device, and the host's part of it.
+        queued_ms: an eager call that the host issues while the device is still busy with what came before.
         cool_ms: graph replay, cool.
         first_call_s: its first call on these inputs, with what it compiles or tunes then.
         error: why it did not run or was not timed. `absent`: why it is not here at all.
@@ -43,6 +44,7 @@ class PeerResult:
     relative_error: float | None = None
     error: str | None = None
     absent: str | None = None
+    queued_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class CaseResult:
         repeats: how many times each contender ran; p10_ms and p90_ms are percentiles of `ms`.
         cool_ms: 30 ms of idle time before each call; `hot_state` and `cool_state` have clock and power.
         eager_ms, host_us: a call that meets an idle device, and the host's part of it.
+        queued_ms: an eager call that the host issues while the device is still busy with what came before.
         flops, bytes: the least the call must do; only experts that are hit count.
         rows_max: rows of the busiest expert.
         roof_ms, roof_ms_datasheet: the speed of light by the measured and by the datasheet's roofs.
@@ -111,6 +114,7 @@ class CaseResult:
     steps: dict[str, StepResult]
     gaps_ms: float
     peers: dict[str, PeerResult]
+    queued_ms: float | None = None
     stock_two_gemms_ms: float | None = None
     recorded_peers_ms: dict[str, float] = field(default_factory=dict)
     batch: int | None = None

@@ -150,6 +150,7 @@ def make_case(workload: Workload, case: Case, verdict: Verdict, measurement: Mea
         cool_p10_ms=cool.p10_ms,
         cool_p90_ms=cool.p90_ms,
         eager_ms=measurement.ours_eager.ms,
+        queued_ms=measurement.ours_queued.ms,
         host_us=measurement.host_us,
         hot_state=measurement.hot_state,
         cool_state=measurement.cool_state,
