@@ -49,7 +49,7 @@ def test_widest_tile_that_gathers(cluster: int) -> None:
     widest = GemmConfig(128, (most,), cluster, gather=True)
     wider = replace(widest, token_widths=(most + 16,))
     assert why_not_implementable(widest, SiluGate()) is None
-    reason = f"gather with a cluster of {cluster} takes tiles of at most {most} tokens, got {most + 16}"
+    reason = f"gather in a cluster of {cluster} takes tiles of at most {most} tokens, got {most + 16}"
     assert why_not_implementable(wider, SiluGate()) == reason
     assert why_not_implementable(replace(wider, gather=False), SiluGate()) is None
 
