@@ -86,8 +86,9 @@ def check_kernel(
         out_rows = rows + 5
         row_index = torch.randperm(out_rows, device="cuda")[:rows].int()
     out = guarded((out_rows, features), dtype, features + 8)
+    counter = offsets.new_zeros(1)
     early = sm_count == 2
-    if early:  # what it promises: weights and offsets are complete before the previous kernel starts
+    if early:  # what it promises: weights, offsets and counter are complete before the previous kernel starts
         torch.cuda.synchronize()
     source_index = None
     if spec.config.gather:  # the same rows, from a shuffled matrix
@@ -102,7 +103,7 @@ def check_kernel(
         kernel_arguments(epilogue, inputs, ()) or None,
         row_index,
         checks.canonical_strides(out.tensor),
-        offsets.new_zeros(1),
+        counter,
         early,
         sm_count,
     )
