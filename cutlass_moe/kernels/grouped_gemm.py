@@ -19,6 +19,7 @@ from cutlass.utils import hopper_helpers
 from cutlass_moe.config import CONSUMERS, GATHER_WARPS, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
+from cutlass_moe.kernels.work_queue import WorkQueue
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -53,9 +54,9 @@ class GroupedGemm:
     Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter
     in global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose
     numbers are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each
-    reads the same bytes from HBM again. The scheduler passes a number to all roles of the cluster through `work_full`,
-    `work_empty` and `s_work`; every role locates the tile itself, in a table of the experts' tiles that is made in
-    shared memory at the start. Which cluster computes a tile changes nothing in its result.
+    reads the same bytes from HBM again. `WorkQueue` passes a number from the scheduler to all roles; every role locates
+    the tile itself, in a table of the experts' tiles that is made in shared memory at the start. Which cluster computes
+    a tile changes nothing in its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -80,6 +81,7 @@ class GroupedGemm:
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that read one stage
         self.blocks = config.consumer_blocks
         self.store = TileStore(spec)
+        self.queue = WorkQueue(config.cluster)
 
     @cute.jit
     def __call__(
@@ -243,9 +245,7 @@ class GroupedGemm:
         self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
-        self.s_work = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
-        self.work_full = smem.allocate_array(Int64, 1)
-        self.work_empty = smem.allocate_array(Int64, 1)
+        self.queue.bind(smem, tile_counter_1)
         self.rank = rank
         loaders = GATHER_WARPS if cutlass.const_expr(self.gather) else 1
 
@@ -256,8 +256,7 @@ class GroupedGemm:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(self.full + s, loaders)
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
-                cute.arch.mbarrier_init(self.work_full, 1)
-                cute.arch.mbarrier_init(self.work_empty, (loaders + 4 * CONSUMERS) * self.cluster)
+                self.queue.initialize((loaders + 4 * CONSUMERS) * self.cluster)
             cute.arch.mbarrier_init_fence()
         if not early:
             cute.arch.griddepcontrol_wait()
@@ -291,7 +290,7 @@ class GroupedGemm:
             if cutlass.const_expr(not self.gather):
                 if schedules:
                     while work < work_end:
-                        work = self._draw(tile_counter_1, clusters, work_phase)
+                        work = self.queue.draw(clusters, work_phase)
                         work_phase ^= 1
             if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
@@ -330,13 +329,12 @@ class GroupedGemm:
                     primed = Int32(0)
                     if cutlass.const_expr(self.gather):
                         if schedules:
-                            self._draw(tile_counter_1, clusters, work_phase)
-                    work, work_phase = self._next_work(work_phase)
+                            self.queue.draw(clusters, work_phase)
+                    work, work_phase = self.queue.take(work_phase)
             if cutlass.const_expr(self.ping_pong):
                 # One number more than tiles: a warpgroup always takes two at a time.
                 if schedules:
-                    cute.arch.mbarrier_wait(self.work_empty, work_phase ^ 1)
-                    self._hand_out(work_end)
+                    self.queue.put(work_end, work_phase)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if early:
@@ -347,7 +345,7 @@ class GroupedGemm:
                 if consumer == 1:
                     stage, phase = self._skip(stage, phase)
                     self._pass_turn(consumer)
-                    work, work_phase = self._next_work(work_phase)
+                    work, work_phase = self.queue.take(work_phase)
             while work < work_end:
                 expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                     work, feature_tiles, experts, s_offsets, s_tile_starts
@@ -361,43 +359,14 @@ class GroupedGemm:
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
-                work, work_phase = self._next_work(work_phase)
+                work, work_phase = self.queue.take(work_phase)
                 if cutlass.const_expr(self.ping_pong):
                     stage, phase = self._skip(stage, phase)  # that tile is the other warpgroup's
-                    work, work_phase = self._next_work(work_phase)
+                    work, work_phase = self.queue.take(work_phase)
         # A CTA must not leave while its peer may still write to it or arrive on its barriers.
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    @cute.jit
-    def _draw(self, tile_counter_1: cute.Tensor, clusters: Int32, phase: Int32) -> Int32:
-        """Scheduler: draws the work number that follows a tile, past the end after the cluster's last, and hands it
-        out. Not before all have read the one before: a number drawn long ago is as good as dealt out beforehand."""
-        cute.arch.mbarrier_wait(self.work_empty, phase ^ 1)
-        drawn = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            drawn = cute.arch.atomic_add(tile_counter_1.iterator, Int32(1), sem="relaxed", scope="gpu")
-        work = clusters + cute.arch.shuffle_sync(drawn, 0)
-        self._hand_out(work)
-        return work
-
-    @cute.jit
-    def _hand_out(self, work: Int32):
-        """Writes a work number to every CTA of the cluster: lane i to CTA i."""
-        lane = cute.arch.lane_idx()
-        if lane < self.cluster:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.work_full, 4, lane)
-            cute.arch.store_async_dsmem(self.s_work.iterator, work, self.work_full, lane)
-
-    @cute.jit
-    def _next_work(self, phase: Int32):
-        """The work number that the scheduler drew, for a whole warp, and the phase of the one after it."""
-        cute.arch.mbarrier_wait(self.work_full, phase)
-        work = cute.arch.make_warp_uniform(self.s_work[0])
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.work_empty, 0)
-        return work, phase ^ 1
 
     @cute.jit
     def _partition_weights(

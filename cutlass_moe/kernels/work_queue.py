@@ -1,0 +1,72 @@
+"""Which tile a cluster takes next: drawn from a counter in global memory by one warp, told to all the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+
+class WorkQueue:
+    """Passes the work numbers of a cluster, one at a time, from the warp that draws them to every warp that reads
+    them.
+
+    A number lies in `s_number` of each CTA. `full` there counts the bytes of its arrival; `empty`, in the cluster's
+    first CTA, counts an arrival of each warp of the cluster that has read it. All sides keep the phase of the next
+    number.
+
+    A number is not drawn before all have read the one before: a number drawn long ago is as good as dealt out
+    beforehand, and clusters that share weights would drift apart.
+    """
+
+    def __init__(self, cluster: int):
+        self.cluster = cluster
+
+    def bind(self, smem: Any, tile_counter_1: cute.Tensor) -> None:
+        """Takes the counter, int32 [1], 0 when the kernel starts, and shared memory."""
+        self.counter = tile_counter_1
+        self.s_number = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        self.full = smem.allocate_array(Int64, 1)
+        self.empty = smem.allocate_array(Int64, 1)
+
+    @cute.jit
+    def initialize(self, readers: cutlass.Constexpr[int]):
+        """By one thread of each CTA: sets up the barriers for so many reading warps in the cluster."""
+        cute.arch.mbarrier_init(self.full, 1)
+        cute.arch.mbarrier_init(self.empty, readers)
+
+    @cute.jit
+    def draw(self, clusters: Int32, phase: Int32) -> Int32:
+        """Draws a number, in a warp of the first CTA, and hands it out. The first `clusters` numbers are not drawn:
+        every cluster starts with its own."""
+        cute.arch.mbarrier_wait(self.empty, phase ^ 1)
+        drawn = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        number = clusters + cute.arch.shuffle_sync(drawn, 0)
+        self._hand_out(number)
+        return number
+
+    @cute.jit
+    def put(self, number: Int32, phase: Int32):
+        """Hands out a number that was not drawn."""
+        cute.arch.mbarrier_wait(self.empty, phase ^ 1)
+        self._hand_out(number)
+
+    @cute.jit
+    def _hand_out(self, number: Int32):
+        """Writes a number to every CTA of the cluster: lane i to CTA i."""
+        lane = cute.arch.lane_idx()
+        if lane < self.cluster:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full, 4, lane)
+            cute.arch.store_async_dsmem(self.s_number.iterator, number, self.full, lane)
+
+    @cute.jit
+    def take(self, phase: Int32):
+        """Reads a number, for a whole warp. Returns it and the phase of the one after it."""
+        cute.arch.mbarrier_wait(self.full, phase)
+        number = cute.arch.make_warp_uniform(self.s_number[0])
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty, 0)
+        return number, phase ^ 1
