@@ -12,19 +12,13 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
+from cutlass_moe.aot.build import DSL_PACKAGE, dsl_version
 from perf.wheels import download
 
 FOLDER = Path(__file__).resolve().parents[1] / ".peers"
 ARCHIVE, CONTENTS, SCRIPT = "peers.tar.xz", "contents.txt", "env.sh"
-DSL = "4.8.1"
-REQUIREMENTS = (
-    f"nvidia-cutlass-dsl=={DSL}",
-    f"nvidia-cutlass-dsl-libs-base=={DSL}",
-    f"nvidia-cutlass-dsl-libs-core=={DSL}",
-    f"nvidia-cutlass-dsl-libs-cu13=={DSL}",
-    "quack-kernels==0.6.5",
-    "liger-kernel==0.8.5",
-)
+DSL_PACKAGES = (DSL_PACKAGE, *(f"{DSL_PACKAGE}-libs-{part}" for part in ("base", "core", "cu13")))
+PEERS = ("quack-kernels==0.6.5", "liger-kernel==0.8.5")
 NOT_RUN = ("*.a", "*.h", "*.md", "*.pyi", "*/stubs/*", "*/dsl_packages/iket/*")
 # The DSL's two libraries share much code: the dictionary spans both. The filter makes calls of one function alike.
 FILTERS = (
@@ -46,14 +40,16 @@ def pack(python_version: str, folder: Path = FOLDER) -> None:
 
     Raises CalledProcessError if pip cannot download a wheel.
     """
-    contents = "\n".join((f"Python {python_version}", *REQUIREMENTS, *NOT_RUN, "")) + ENVIRONMENT
+    # The DSL that compiles our kernels: bundling needs it installed.
+    requirements = (*(f"{package}=={dsl_version()}" for package in DSL_PACKAGES), *PEERS)
+    contents = "\n".join((f"Python {python_version}", *requirements, *NOT_RUN, "")) + ENVIRONMENT
     stamp = folder / CONTENTS
     if stamp.exists() and stamp.read_text() == contents:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as wheels:
-        download(Path(wheels), python_version, REQUIREMENTS)
+        download(Path(wheels), python_version, requirements)
         write_archive(sorted(Path(wheels).glob("*.whl")), folder / ARCHIVE)
     (folder / SCRIPT).write_text(ENVIRONMENT)
     stamp.write_text(contents)
