@@ -272,7 +272,7 @@ class GroupedGemm:
             tile_scheduler.prefix_sum_by_warp(s_tile_starts, experts, cute.arch.lane_idx())
         cute.arch.sync_threads()
         if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()  # the fence behind the barriers' initialisation is release enough
             cute.arch.cluster_wait()
 
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)

@@ -128,12 +128,12 @@ class TileStore:
         index = cute.make_rmem_tensor(per_thread, Int32)
         row_tensors = list(self.row_tensors.values())
         for i in cutlass.range_constexpr(per_thread):
-            token = thread + i * WARPGROUP
-            if token < tokens:
-                for t in cutlass.range_constexpr(len(row_tensors)):
-                    rows[t][i] = row_tensors[t][first_row + token].to(Float32)
-                if cutlass.const_expr(self.row_index_M is not None):
-                    index[i] = self.row_index_M[first_row + token]
+            # Of the last token again where there are fewer: a branch here would keep ptxas from overlapping WGMMAs.
+            row = first_row + cutlass.min(thread + i * WARPGROUP, tokens - 1)
+            for t in cutlass.range_constexpr(len(row_tensors)):
+                rows[t][i] = row_tensors[t][row].to(Float32)
+            if cutlass.const_expr(self.row_index_M is not None):
+                index[i] = self.row_index_M[row]
         experts = [tensor[expert].to(Float32) for tensor in self.expert_tensors.values()]
         columns = [cute.make_rmem_tensor((self.halves, self.blocks), Float32) for _ in self.column_tensors]
         column_tensors = list(self.column_tensors.values())
@@ -141,10 +141,9 @@ class TileStore:
             for block in cutlass.range_constexpr(self.blocks):
                 for r in cutlass.range_constexpr(self.halves):
                     output = first_output + self._block_output(block, consumer) + self._feature(r)
+                    output = cutlass.min(output, self.outputs - 1)
                     for t in cutlass.range_constexpr(len(column_tensors)):
-                        columns[t][r, block] = Float32(0.0)
-                        if output < self.outputs:
-                            columns[t][r, block] = column_tensors[t][expert, output].to(Float32)
+                        columns[t][r, block] = column_tensors[t][expert, output].to(Float32)
         return Fetched(rows, index, experts, columns)
 
     def _block_output(self, block: int, consumer: Int32) -> Any:

@@ -68,5 +68,8 @@ class WorkQueue:
         cute.arch.mbarrier_wait(self.full, phase)
         number = cute.arch.make_warp_uniform(self.s_number[0])
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty, 0)
+            if cutlass.const_expr(self.cluster > 1):
+                cute.arch.mbarrier_arrive(self.empty, 0)
+            else:  # through a cluster's address it might come after the CTA has left
+                cute.arch.mbarrier_arrive(self.empty)
         return number, phase ^ 1
