@@ -1,4 +1,4 @@
-"""Command line: `python -m perf run`, `report` and `tune`."""
+"""Command line: `python -m perf run`, `traffic`, `report` and `tune`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from perf import PerfError, report_command, run_command, tune_command
+from perf import PerfError, report_command, run_command, traffic_command, tune_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,6 +22,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run_command.add_arguments(command)
     command.set_defaults(run=run_command.command)
+    command = commands.add_parser(
+        "traffic",
+        help="count the bytes that each step of the layer moves",
+        description="Runs one call of the layer a token count under Nsight Compute (ncu) and sets the bytes of device"
+        " memory that each step moved beside those it has to move.",
+    )
+    run_command.add_case_arguments(command)
+    command.set_defaults(run=traffic_command.command)
     command = commands.add_parser(
         "report",
         help="make an HTML page and Markdown from results",

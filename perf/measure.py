@@ -1,4 +1,5 @@
-"""Times everything at one token count: ours, its steps, the peers and dense cuBLAS, in turns, hot and cool."""
+"""Times everything at one token count: ours, its steps, the peers and dense cuBLAS; replays in turns, hot and cool, and
+the eager calls of each by themselves."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from perf.ours import Steps, run_layer
 from perf.peers.base import Call, Finish, Peer, Prepared
 from perf.peers.torch_layers import DenseTwoGemms
 from perf.results import PeerResult, StepResult
-from perf.roofline import Work, layer_work, step_works
-from perf.timing import Captured, EagerTimer, Spread, Stopwatch, time_in_turns
+from perf.roofline import Work, layer_work
+from perf.timing import Captured, EagerTimes, Spread, Stopwatch, time_eager, time_in_turns
 from perf.workloads import Inputs, Weights, Workload
 
 MEMORY_SHARE = 0.8  # of the free memory that the calls of a peer may take
@@ -39,9 +40,7 @@ class Measurement:
     replay_equal: bool
     ours: Spread
     ours_cool: Spread
-    ours_eager: Spread
-    ours_queued: Spread
-    host_us: float
+    ours_eager: EagerTimes
     dense: Spread
     dense_cool: Spread
     hot_state: dict[str, float]
@@ -52,11 +51,11 @@ class Measurement:
 
 @dataclass
 class Contenders:
-    """What is timed, by name: graph replays, eager calls, and what runs cool as well."""
+    """What is timed, by name: graph replays, what runs cool as well, and the calls that are timed eagerly."""
 
     hot: dict[str, Callable[[], float]] = field(default_factory=dict)
     cool: dict[str, Callable[[], float]] = field(default_factory=dict)
-    eager: dict[str, EagerTimer] = field(default_factory=dict)
+    eager: dict[str, Call] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def measure(
     for name, graph in (("ours", captured), ("dense", dense)):
         contenders.hot[name] = partial(stopwatch.device_ms, graph.replay)
         contenders.cool[name] = partial(stopwatch.cool_ms, graph.replay)
-    contenders.eager["ours"] = EagerTimer(stopwatch, ours)
+    contenders.eager["ours"] = ours
     for name, step in captured_steps.items():
         contenders.hot[f"step {name}"] = partial(stopwatch.device_ms, step.replay)
 
@@ -133,17 +132,16 @@ def measure(
     replay_equal = _replay_equal(captured, ours)
 
     began = time.monotonic()
-    eager = {f"eager {name}": timer for name, timer in contenders.eager.items()}
-    queued = {f"queued {name}": timer.queued for name, timer in contenders.eager.items()}
-    hot = time_in_turns({**contenders.hot, **eager, **queued}, options.turns)
+    hot = time_in_turns(contenders.hot, options.turns)
     hot_state = monitor.over(began)
+    eager = {name: time_eager(stopwatch, call, options.eager_turns) for name, call in contenders.eager.items()}
     began = time.monotonic()
     cool = time_in_turns(contenders.cool, options.cool_turns)
     cool_state = monitor.over(began)
 
     for name, checked in peer_results.items():
-        if f"eager {name}" in hot:
-            peer_results[name] = _with_times(name, checked, hot, cool, contenders.eager[name].host_us)
+        if name in eager:
+            peer_results[name] = _with_times(checked, hot.get(name), eager[name], cool.get(name))
     counts = inputs.topk_ids_TK.flatten().unique(return_counts=True)[1]
     tokens, experts_hit = inputs.x_TH.shape[0], len(counts)
     return Measurement(
@@ -159,9 +157,7 @@ def measure(
         replay_equal=replay_equal,
         ours=hot["ours"],
         ours_cool=cool["ours"],
-        ours_eager=hot["eager ours"],
-        ours_queued=hot["queued ours"],
-        host_us=contenders.eager["ours"].host_us,
+        ours_eager=eager["ours"],
         dense=hot["dense"],
         dense_cool=cool["dense"],
         hot_state=hot_state,
@@ -174,16 +170,7 @@ def measure(
 def _step_results(
     workload: Workload, tokens: int, experts_hit: int, spreads: Mapping[str, Spread]
 ) -> dict[str, StepResult]:
-    works = step_works(
-        tokens=tokens,
-        top_k=workload.top_k,
-        hidden=workload.hidden,
-        intermediate=workload.intermediate,
-        experts=workload.experts,
-        experts_hit=experts_hit,
-        weight_bytes=workload.weight_dtype.itemsize,
-        gathers="permute" not in spreads,
-    )
+    works = workload.step_works(tokens, experts_hit, gathers="permute" not in spreads)
     return {
         name: StepResult(spread.ms, spread.p10_ms, spread.p90_ms, works[name].flops, works[name].bytes)
         for name, spread in spreads.items()
@@ -231,8 +218,7 @@ def _add_peer(contenders: Contenders, peer: Peer, checked: PeerResult, setting: 
     if not error <= ERROR_LIMIT:
         wrong = f"wrong output, not timed: relative error {error:.3g}, at most {ERROR_LIMIT:g} expected"
         return replace(checked, error=wrong)
-    timer = EagerTimer(stopwatch, call)
-    call_s = timer() / 1e3
+    call_s = stopwatch.eager(call)[0] / 1e3
     turns_s = call_s * copies * (options.turns.warm_up + options.turns.least)
     if turns_s > options.peer_limit_s:
         slow = f"not timed: one call takes {call_s:.3g} s and the fewest turns {turns_s:.0f} s"
@@ -241,7 +227,7 @@ def _add_peer(contenders: Contenders, peer: Peer, checked: PeerResult, setting: 
         contenders.hot[peer.name] = partial(stopwatch.device_ms, graph.replay)
         if peer.scope == "layer":
             contenders.cool[peer.name] = partial(stopwatch.cool_ms, graph.replay)
-    contenders.eager[peer.name] = timer
+    contenders.eager[peer.name] = call
     return checked
 
 
@@ -271,20 +257,17 @@ def _free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _with_times(
-    name: str, checked: PeerResult, hot: Mapping[str, Spread], cool: Mapping[str, Spread], host_us: float
-) -> PeerResult:
-    eager = hot[f"eager {name}"]
-    spread = hot.get(name, eager)
+def _with_times(checked: PeerResult, hot: Spread | None, eager: EagerTimes, cool: Spread | None) -> PeerResult:
+    spread = hot or eager.idle
     return replace(
         checked,
         ms=spread.ms,
         p10_ms=spread.p10_ms,
         p90_ms=spread.p90_ms,
-        eager_ms=eager.ms,
-        queued_ms=hot[f"queued {name}"].ms,
-        host_us=host_us,
-        cool_ms=cool[name].ms if name in cool else None,
+        eager_ms=eager.idle.ms,
+        queued_ms=eager.queued.ms,
+        host_us=eager.host_us,
+        cool_ms=cool.ms if cool else None,
     )
 
 

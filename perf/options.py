@@ -27,7 +27,8 @@ class Options:
         grid: of the headline workloads: "headline", "decode" or "all".
         tokens: None means every case.
         routing: None means each workload's own.
-        turns, cool_turns: repeats of hot and of cool timing.
+        turns, cool_turns: repeats of hot and of cool timing, of all contenders together.
+        eager_turns: repeats of each contender's eager calls, idle and queued, one contender after another.
         tune_peers: whether peers may tune themselves first.
         peer_limit_s: how long a peer's preparation, its first call on new inputs, and its turns may each take.
     """
@@ -40,6 +41,7 @@ class Options:
     peers: tuple[str, ...] = (BASELINE_PEER,)
     rounds: int = results.RECORD_ROUNDS
     turns: Turns = field(default_factory=Turns)
+    eager_turns: Turns = field(default_factory=lambda: Turns(budget_s=0.1))
     cool_turns: Turns = field(default_factory=lambda: Turns(least=5, most=10, budget_s=1.0, warm_up=0))
     tune_peers: bool = False
     peer_limit_s: float = 120.0
@@ -120,7 +122,7 @@ def require_device(plans: Sequence[Plan], peers: Sequence[type[Peer]]) -> torch.
         PerfError: there is no CUDA device, or too little of its memory is free.
     """
     if not torch.cuda.is_available():
-        raise PerfError("perf run needs a CUDA device and torch sees none")
+        raise PerfError("perf needs a CUDA device and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info(device)
     require_memory(plans, peers, free, torch.cuda.get_device_name(device))

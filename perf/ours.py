@@ -25,6 +25,12 @@ def run_layer(inputs: Inputs, weights: Weights, out_TH: torch.Tensor) -> None:
     )
 
 
+def gathers(rows: int, weights: Weights) -> bool:
+    """Whether the layer's first GEMM gathers its rows, of `rows` slots, so that there is no permute."""
+    experts, intermediate, hidden = weights.gate_EIH.shape
+    return heuristics.choose_gemm_config(rows, experts, 2 * intermediate, hidden, accumulators=2, gather=True).gather
+
+
 class Steps:
     """The layer as its public steps, run once in order; `calls` runs any of them again by itself.
 
@@ -35,9 +41,8 @@ class Steps:
     """
 
     def __init__(self, inputs: Inputs, weights: Weights) -> None:
-        experts, intermediate, hidden = weights.gate_EIH.shape
-        rows = inputs.topk_ids_TK.numel()
-        config = heuristics.choose_gemm_config(rows, experts, 2 * intermediate, hidden, accumulators=2, gather=True)
+        experts = len(weights.gate_EIH)
+        gathered = gathers(inputs.topk_ids_TK.numel(), weights)
         gate_up = (weights.gate_EIH, weights.up_EIH)
 
         def route() -> cutlass_moe.RoutingPlan:
@@ -52,7 +57,7 @@ class Steps:
         x_MH = permute()
 
         def gemm1() -> torch.Tensor:
-            source, index = (inputs.x_TH, plan.row_token_M) if config.gather else (x_MH, None)
+            source, index = (inputs.x_TH, plan.row_token_M) if gathered else (x_MH, None)
             return cutlass_moe.grouped_gemm(source, gate_up, offsets_E1, epilogue=SiluGate(), source_index=index)
 
         h_MI = gemm1()
@@ -80,5 +85,5 @@ class Steps:
             "gemm2": gemm2,
             "combine": combine,
         }
-        if config.gather:
+        if gathered:
             del self.calls["permute"]

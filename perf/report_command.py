@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from perf import PerfError, results
+from perf import PerfError, results, traffic
 from perf.report import compare, model
 from perf.report.compare import Change
 
@@ -14,6 +14,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="results of perf run")
     command.add_argument(
         "--before", type=Path, metavar="RESULT.json", help="an earlier result, to mark what changed beyond noise"
+    )
+    command.add_argument(
+        "--traffic", type=Path, metavar="TRAFFIC.json", help="what perf traffic counted on the same device and commit"
     )
     command.add_argument(
         "--output",
@@ -32,11 +35,12 @@ def command(arguments: argparse.Namespace) -> int:
     result = model.merge([results.load(path) for path in arguments.results])
     before = results.load(arguments.before) if arguments.before else None
     changes: list[Change] = compare.compare(before, result) if before else []
+    moved = model.match_traffic(result, traffic.load(arguments.traffic)) if arguments.traffic else None
     try:
         from perf.report.page import HTML_NAME, MARKDOWN_NAME, make_report
     except ModuleNotFoundError as error:
         raise PerfError(f"a report needs {error.name}: pip install 'cutlass-moe[perf]'") from error
     folder = arguments.output or arguments.results[0].parent
-    make_report(result, changes, before).write(folder)
+    make_report(result, changes, before, moved).write(folder)
     print(f"{folder / HTML_NAME}\n{folder / MARKDOWN_NAME}")
     return 0

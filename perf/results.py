@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perf import PerfError
+from perf import json_file
 
 SCHEMA = "cutlass_moe.perf/3"
 RECORD_ROUNDS = 10  # of the check, for a result to stand in perf/results/<device>
@@ -18,14 +16,13 @@ ROOT = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class PeerResult:
-    """A peer on the same inputs, in turns with ours.
+    """A peer on the same inputs; its replays are timed in turns with ours.
 
     Attributes:
         what: exactly what its time includes.
         scope: "layer", from ids to output; or "gemms", its two GEMMs with what lies between them.
-        ms, p10_ms, p90_ms: graph replay, hot; of eager calls where the peer can't be captured (`captured` False).
-        eager_ms, host_us: a call that meets an idle device, and the host's part of it.
-        queued_ms: an eager call that the host issues while the device is still busy with what came before.
+        ms, p10_ms, p90_ms: graph replay, hot; `eager_ms` where the peer can't be captured (`captured` False).
+        eager_ms, queued_ms, host_us: as of `CaseResult`.
         cool_ms: graph replay, cool.
         first_call_s: its first call on these inputs, with what it compiles or tunes then.
         error: why it did not run or was not timed. `absent`: why it is not here at all.
@@ -66,10 +63,11 @@ class CaseResult:
         grid: "headline", "decode" or "free".
         routing: how the ids were drawn.
         shape: hidden, intermediate, experts, top_k.
-        repeats: how many times each contender ran; p10_ms and p90_ms are percentiles of `ms`.
+        repeats: how many times each contender was replayed hot; p10_ms and p90_ms are percentiles of `ms`.
         cool_ms: 30 ms of idle time before each call; `hot_state` and `cool_state` have clock and power.
-        eager_ms, host_us: a call that meets an idle device, and the host's part of it.
-        queued_ms: an eager call that the host issues while the device is still busy with what came before.
+        eager_ms, host_us: consecutive calls of the same layer, each meeting an idle device, and the host's part; after
+            other host work, with cold CPU caches, a call takes about twice the host time.
+        queued_ms: consecutive calls that the host issues while the device is still busy with what came before.
         flops, bytes: the least the call must do; only experts that are hit count.
         rows_max: rows of the busiest expert.
         roof_ms, roof_ms_datasheet: the speed of light by the measured and by the datasheet's roofs.
@@ -182,22 +180,8 @@ def to_json(result: RunResult) -> dict[str, Any]:
     return {"schema": document.pop("schema"), **document}
 
 
-def from_json(document: Any, source: str) -> RunResult:
-    """Reads a result.
-
-    Args:
-        source: names the document in errors.
-
-    Raises:
-        PerfError: of another schema, or a field is missing or unknown.
-    """
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise PerfError(f"{source} is not a result of this version: its schema is {schema!r}, expected {SCHEMA!r}")
-    try:
-        return RunResult(**{**document, "cases": [_case(case) for case in document["cases"]]})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise PerfError(f"{source} says schema {SCHEMA!r} but does not follow it: {error}") from error
+def _from_json(document: dict[str, Any]) -> RunResult:
+    return RunResult(**{**document, "cases": [_case(case) for case in document["cases"]]})
 
 
 def _case(case: dict[str, Any]) -> CaseResult:
@@ -209,24 +193,16 @@ def _case(case: dict[str, Any]) -> CaseResult:
 
 
 def save(result: RunResult, path: Path) -> None:
-    """Writes the file whole or not at all: a run that dies leaves the last full state."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    json_file.save(to_json(result), path)
 
 
 def load(path: Path) -> RunResult:
     """Reads a result file.
 
     Raises:
-        PerfError: not readable, not JSON, or not of this schema.
+        PerfError: it is none of this schema.
     """
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise PerfError(f"{path} cannot be read as a result: {error}") from error
-    return from_json(document, str(path))
+    return json_file.load(path, SCHEMA, "a result", _from_json)
 
 
 def result_path(output: Path | None, device: str, name: str, *, record: bool) -> Path:

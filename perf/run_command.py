@@ -20,10 +20,12 @@ from perf.workloads import more_models, workloads
 TUNING_LIMIT_S = 1200.0
 QUICK_ROUNDS = 2
 QUICK_TURNS = Turns(least=3, most=10, budget_s=0.5, warm_up=1)
+QUICK_EAGER_TURNS = replace(QUICK_TURNS, budget_s=0.1)
 QUICK_COOL_TURNS = Turns(least=3, most=3, budget_s=0.0, warm_up=0)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_case_arguments(command: argparse.ArgumentParser) -> None:
+    """Which cases, and where their result goes: what `case_options` reads."""
     command.add_argument(
         "--workload",
         nargs="+",
@@ -41,6 +43,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--routing", metavar="HOW", help=f"{routing.HELP} (default: as published, mostly uniform)")
     command.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the JSON (default: perf/results/<device>; its subfolder partial unless every case is"
+        " run in full on a clean tree)",
+    )
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_case_arguments(command)
+    command.add_argument(
         "--peers",
         nargs="*",
         default=list(PEERS),
@@ -56,13 +69,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="give a peer up whose preparation, first call or fewest turns take longer"
         f" (default: {Options.peer_limit_s:g}, with --tune-peers {TUNING_LIMIT_S:g})",
-    )
-    command.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="folder of the JSON (default: perf/results/<device>; its subfolder partial unless every case is"
-        " run in full on a clean tree)",
     )
     command.add_argument("--json", action="store_true", help="the result as JSON on stdout, the lines on stderr")
     check = command.add_mutually_exclusive_group()
@@ -85,23 +91,29 @@ def _positive(text: str) -> int:
     return number
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else RECORD_ROUNDS)
+def case_options(arguments: argparse.Namespace) -> Options:
     names = arguments.workload or ([] if arguments.shape else list(workloads()))
-    options = Options(
+    return Options(
         workloads=tuple(names),
         shapes=tuple(arguments.shape),
         grid="all" if arguments.all else "decode" if arguments.decode else "headline",
         tokens=tuple(arguments.tokens) if arguments.tokens else None,
         routing=arguments.routing,
+        output=arguments.output,
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else RECORD_ROUNDS)
+    options = replace(
+        case_options(arguments),
         peers=tuple(arguments.peers),
         rounds=0 if arguments.no_check else rounds,
         tune_peers=arguments.tune_peers,
         peer_limit_s=arguments.peer_limit or (TUNING_LIMIT_S if arguments.tune_peers else Options.peer_limit_s),
-        output=arguments.output,
     )
     if arguments.quick:
-        return replace(options, turns=QUICK_TURNS, cool_turns=QUICK_COOL_TURNS)
+        return replace(options, turns=QUICK_TURNS, eager_turns=QUICK_EAGER_TURNS, cool_turns=QUICK_COOL_TURNS)
     return options
 
 

@@ -1,4 +1,4 @@
-"""Timing on a CUDA device: cold caches, events, graph replay, and everything that is compared in turns."""
+"""Timing on a CUDA device: cold caches, events, graph replay in turns, eager calls one after another."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Stopwatch:
     def device_ms(self, call: Callable[[], object]) -> float:
         """Device time of a call that costs the host little, such as a graph replay: it is queued behind the
         cache flush, which hides the host's part."""
-        self._flush_cache()
+        self.flush_cache()
         return self._timed(call)[0]
 
     def cool_ms(self, call: Callable[[], object]) -> float:
@@ -96,11 +96,12 @@ class Stopwatch:
         Returns:
             ms between the events, and ms of host time from the call to its return.
         """
-        self._flush_cache()
+        self.flush_cache()
         torch.cuda.synchronize(self._device)
         return self._timed(call)
 
-    def _flush_cache(self) -> None:
+    def flush_cache(self) -> None:
+        """Queues what evicts everything else from the L2 cache."""
         # The write evicts what was cached; the read leaves clean lines: writing dirty ones back would be
         # charged to the call.
         self._flush.fill_(1)
@@ -116,26 +117,33 @@ class Stopwatch:
         return self._start.elapsed_time(self._end), host_ms
 
 
-class EagerTimer:
-    """Runs a call once on an idle device and returns its ms; keeps the host's part of every run."""
+@dataclass(frozen=True)
+class EagerTimes:
+    """Consecutive eager calls of one contender.
 
-    def __init__(self, stopwatch: Stopwatch, call: Callable[[], object]) -> None:
-        self._stopwatch, self._call = stopwatch, call
-        self._host_ms: list[float] = []
+    Attributes:
+        idle: each meets an idle device. host_us: the host's part of those calls, median.
+        queued: each is issued behind the cache flush, while the device is still busy.
+    """
 
-    def __call__(self) -> float:
-        ms, host_ms = self._stopwatch.eager(self._call)
-        self._host_ms.append(host_ms)
+    idle: Spread
+    queued: Spread
+    host_us: float
+
+
+def time_eager(stopwatch: Stopwatch, call: Callable[[], object], turns: Turns) -> EagerTimes:
+    """Times one contender by itself, as a loop over layers calls it: in turns with others, the host's code would come
+    back into the CPU's caches for every call, which takes longer than its work."""
+    host_ms: list[float] = []
+
+    def idle() -> float:
+        ms, host = stopwatch.eager(call)
+        host_ms.append(host)
         return ms
 
-    def queued(self) -> float:
-        """Runs the call once behind the cache flush, which the host is ahead by, and returns its ms."""
-        return self._stopwatch.device_ms(self._call)
-
-    @property
-    def host_us(self) -> float:
-        """Median host microseconds of the runs so far."""
-        return 1e3 * statistics.median(self._host_ms)
+    idle_spread = time_in_turns({"idle": idle}, turns)["idle"]
+    queued_spread = time_in_turns({"queued": lambda: stopwatch.device_ms(call)}, turns)["queued"]
+    return EagerTimes(idle_spread, queued_spread, 1e3 * statistics.median(host_ms[turns.warm_up :]))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cutlass_moe.config import GATHER_SUFFIX
-from perf import PerfError
+from perf import json_file
 from perf.gemm_table import Point, Shape
 
 SCHEMA = "cutlass_moe.tune/1"
@@ -72,26 +70,17 @@ class TuneFile:
         ]
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        json_file.save(asdict(self), path)
 
 
 def load(path: Path) -> TuneFile:
     """Reads a sweep's file.
 
     Raises:
-        PerfError: not readable, or not of this schema.
+        PerfError: it is none of this schema.
     """
-    try:
-        document: Any = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise PerfError(f"{path} cannot be read as the measurements of a sweep: {error}") from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise PerfError(f"{path} is not a sweep of this version: its schema is {schema!r}, expected {SCHEMA!r}")
-    try:
-        return TuneFile(**{**document, "points": [MeasuredPoint(**point) for point in document["points"]]})
-    except (KeyError, TypeError) as error:
-        raise PerfError(f"{path} says schema {SCHEMA!r} but does not follow it: {error}") from error
+    return json_file.load(path, SCHEMA, "a sweep", _from_json)
+
+
+def _from_json(document: dict[str, Any]) -> TuneFile:
+    return TuneFile(**{**document, "points": [MeasuredPoint(**point) for point in document["points"]]})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from perf import PerfError
-from perf.roofline import ELEMENT_BYTES
+from perf.roofline import ELEMENT_BYTES, Work, step_works
 from perf.routing import Recorded, Routing, Uniform, parse_routing
 
 WEIGHT_SCALE = 0.02
@@ -113,6 +113,19 @@ class Workload:
 
     def weight_bytes(self) -> int:
         return 3 * self.experts * self.hidden * self.intermediate * ELEMENT_BYTES
+
+    def step_works(self, tokens: int, experts_hit: int, *, gathers: bool) -> dict[str, Work]:
+        """`roofline.step_works` of T tokens whose slots hit so many experts."""
+        return step_works(
+            tokens=tokens,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            experts=self.experts,
+            experts_hit=experts_hit,
+            weight_bytes=self.weight_dtype.itemsize,
+            gathers=gathers,
+        )
 
     def stock_two_gemms_ms(self, tokens: int) -> float | None:
         """The stock GEMM on both GEMMs at the same average rows per expert; None outside the records."""

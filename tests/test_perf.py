@@ -23,7 +23,7 @@ from perf.peers import PEERS, get_peers
 from perf.results import CaseResult, PeerResult, RunResult, StepResult
 from perf.roofline import Roofs, Work, layer_work, sol_score, step_works
 from perf.run_command import options_of
-from perf.timing import EagerTimer, Spread, Stopwatch, Turns, time_in_turns
+from perf.timing import EagerTimes, Spread, Stopwatch, Turns, time_eager, time_in_turns
 from perf.workloads import Case, Inputs, Weights, Workload, custom_workload, get_workload, more_models, workloads
 
 B200 = Roofs(read_TBps=7.667, dense_TFLOPs=1811)
@@ -227,16 +227,25 @@ class TestTiming:
         spreads = time_in_turns({"a": lambda: 1.0}, turns, clock=lambda: 3.0 * next(now))
         assert spreads["a"].repeats == expected
 
-    def test_eager_timer_keeps_the_host_time(self) -> None:
+    def test_eager_calls_are_timed_idle_then_queued(self) -> None:
+        host_ms = iter([9.0, 9.0, 0.04, 0.05, 0.06])
+        order: list[str] = []
+
         class FakeStopwatch(Stopwatch):
             def __init__(self) -> None:
                 pass
 
             def eager(self, call: Callable[[], object]) -> tuple[float, float]:
-                return 2.0, 0.04
+                order.append("idle")
+                return 2.0, next(host_ms)
 
-        timer = EagerTimer(FakeStopwatch(), lambda: None)
-        assert [timer(), timer()] == [2.0, 2.0] and timer.host_us == pytest.approx(40)
+            def device_ms(self, call: Callable[[], object]) -> float:
+                order.append("queued")
+                return 1.0
+
+        times = time_eager(FakeStopwatch(), lambda: None, Turns(least=3, most=3, warm_up=2))
+        assert order == ["idle"] * 5 + ["queued"] * 5
+        assert times == EagerTimes(Spread(2.0, 2.0, 2.0, 3), Spread(1.0, 1.0, 1.0, 3), 50.0)
 
     def test_monitor_reads_samples_and_survives_their_absence(self) -> None:
         with Monitor(None, ["sh", "-c", "echo 1500, 690.5, 50; echo '[N/A], 1, 2'; echo 1700, 700.5, 60"]) as monitor:
@@ -429,7 +438,7 @@ class TestRefusals:
 
     def test_no_cuda_device(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert self.refusal(capsys) == "perf: perf run needs a CUDA device and torch sees none"
+        assert self.refusal(capsys) == "perf: perf needs a CUDA device and torch sees none"
 
     def test_too_little_memory(self) -> None:
         plans = options.make_plans(Options(workloads=("jamba_large",)))

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from perf import PerfError, results
+from perf import PerfError, results, traffic
 from perf.__main__ import main
 from perf.report import compare, model
 from perf.results import CaseResult, PeerResult, RunResult, StepResult
+from perf.traffic import CaseTraffic, StepTraffic, TrafficResult
 
 VOID_TAGS = {"meta", "br", "wbr", "img", "link", "use"}
 
@@ -83,6 +84,13 @@ def a_result(*cases: CaseResult, **changes: object) -> RunResult:
     return replace(result, **changes)  # type: ignore[arg-type]
 
 
+def a_traffic(*tokens: int, **changes: object) -> TrafficResult:
+    gemm1 = StepTraffic(13 * 10**9, read_bytes=14 * 10**9, written_bytes=3 * 10**8, l2_read_bytes=10**11, us=3300.0)
+    cases = [CaseTraffic("jamba_large", "uniform", count, 16, {"gemm1": gemm1}) for count in tokens]
+    result = TrafficResult("NVIDIA H200", "2026-01-03T00:00:00+00:00", "0123456789abcdef", {}, cases=cases)
+    return replace(result, **changes)  # type: ignore[arg-type]
+
+
 class TestModel:
     def test_best_peer_runs_the_whole_layer(self) -> None:
         row = model.groups(a_result(a_case(512)))[0].rows[0]
@@ -139,6 +147,21 @@ class TestModel:
                 model.merge([a_result(a_case(1)), other])
         with pytest.raises(PerfError, match="have no cases"):
             model.merge([a_result()])
+
+    def test_traffic_beside_a_result(self) -> None:
+        result = a_result(a_case(1), a_case(2), a_case(2, routing="zipf:1"))
+        moved = model.match_traffic(result, a_traffic(2, 4))
+        step = moved.step(result.cases[1], "gemm1")
+        assert step is not None and step.moved_bytes == 143 * 10**8
+        assert moved.step(result.cases[1], "gemm2") is None, "a step that was not counted"
+        assert moved.step(result.cases[0], "gemm1") is None and moved.step(result.cases[2], "gemm1") is None
+        for other, message in (
+            (a_traffic(4), "have no case in common"),
+            (a_traffic(1, commit="other"), "another commit than the result: other and 0123456789abcdef"),
+            (a_traffic(1, device="NVIDIA H100"), "another device"),
+        ):
+            with pytest.raises(PerfError, match=message):
+                model.match_traffic(result, other)
 
 
 class TestCompare:
@@ -215,7 +238,7 @@ class TestPages:
             "0.99912", "3.0e-03", "9.8 s", "faster", "-9.1 %", "13 GB", "4.40 TB/s read", "power W 690",
         ):  # fmt: skip
             assert part in text, part
-        assert "{{" not in text and "None" not in text
+        assert "{{" not in text and "None" not in text and "Moved" not in text
 
     def test_markdown_tables_are_regular(self, stored: Path) -> None:
         text = (stored / "report.md").read_text()
@@ -238,6 +261,18 @@ class TestPages:
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[head + 2 : head + 4]]
         assert [(row[0], row[2][:9]) for row in cells] == [("64", "-"), ("4096", "0.0200 ms")]
         assert [row[3][:9] for row in cells] == ["3.0000 ms", "3.0000 ms"]
+
+    def test_bytes_moved_stand_beside_those_needed(self, tmp_path: Path) -> None:
+        results.save(a_result(a_case(512), a_case(1024)), tmp_path / "headline.json")
+        traffic.save(a_traffic(512, not_for_the_record="it has some of the cases only"), tmp_path / "traffic.json")
+        assert main(["report", str(tmp_path / "headline.json"), "--traffic", str(tmp_path / "traffic.json")]) == 0
+        for name in ("report.html", "report.md"):
+            text = (tmp_path / name).read_text()
+            assert text.count("moved 14.3 GB (needed 13 GB, 1.10)") == 1
+            assert "(2026-01-03; not for the\nrecord: it has some of the cases only)" in text
+        lines = (tmp_path / "report.md").read_text().splitlines()
+        (row,) = [line for line in lines if "moved 14.3" in line]
+        assert row.startswith("| 512 | ") and row.count("|") == 7
 
     def test_same_result_same_pictures(self, stored: Path, tmp_path: Path) -> None:
         assert main(["report", str(stored / "headline.json"), "--output", str(tmp_path)]) == 0

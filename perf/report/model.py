@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from perf import PerfError
 from perf.results import CaseResult, RunResult
 from perf.roofline import Roofs, Work
+from perf.traffic import StepTraffic, TrafficResult
 
 # Recorded among the peers of earlier sessions, and no layers.
 RECORDED_GEMMS = ("cublas_dense_same_flops_one_expert", "deepgemm_two_gemms_only")
@@ -154,6 +155,34 @@ def merge(results: Sequence[RunResult]) -> RunResult:
             if (case.workload, case.routing, case.tokens) in others:
                 raise PerfError(f"{case.workload} T = {case.tokens} is in two of the results")
     return merged
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What the steps of a result's cases moved; `date` and `not_for_the_record` of that count."""
+
+    date: str
+    not_for_the_record: str | None
+    steps: dict[tuple[str, str, int], dict[str, StepTraffic]]
+
+    def step(self, case: CaseResult, name: str) -> StepTraffic | None:
+        return self.steps.get((case.workload, case.routing, case.tokens), {}).get(name)
+
+
+def match_traffic(result: RunResult, traffic: TrafficResult) -> Moved:
+    """Puts what was counted beside a result.
+
+    Raises:
+        PerfError: they are not of one device and commit, or have no case in common.
+    """
+    for name in ("device", "commit"):
+        theirs, ours = getattr(traffic, name), getattr(result, name)
+        if theirs != ours:
+            raise PerfError(f"the traffic is of another {name} than the result: {theirs} and {ours}")
+    steps = {(case.workload, case.routing, case.tokens): case.steps for case in traffic.cases}
+    if steps.keys().isdisjoint((case.workload, case.routing, case.tokens) for case in result.cases):
+        raise PerfError("the traffic and the result have no case in common")
+    return Moved(traffic.date, traffic.not_for_the_record, steps)
 
 
 def groups(result: RunResult) -> list[Group]:

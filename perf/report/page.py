@@ -12,7 +12,7 @@ import jinja2
 
 from perf.report import pictures
 from perf.report.compare import LEAST_CHANGE, Change
-from perf.report.model import TIE, bound, groups, peer_ms, peers_of, roof_shares, summarise, work_of
+from perf.report.model import TIE, Moved, bound, groups, peer_ms, peers_of, roof_shares, summarise, work_of
 from perf.results import RunResult
 from perf.roofline import Roofs, Work
 
@@ -35,8 +35,10 @@ class Report:
             (folder / name).write_text(svg)
 
 
-def make_report(result: RunResult, changes: Sequence[Change] = (), before: RunResult | None = None) -> Report:
-    """Lays a result out; with `before`, its `changes` since then too."""
+def make_report(
+    result: RunResult, changes: Sequence[Change] = (), before: RunResult | None = None, moved: Moved | None = None
+) -> Report:
+    """Lays a result out; with `before`, its `changes` since then too, and with `moved` what its steps moved."""
     all_groups = groups(result)
     measured, datasheet = Roofs(**result.roofs), Roofs(**result.roofs_datasheet)
     drawn = {"roofline.svg": pictures.roofline(all_groups, measured, datasheet)}
@@ -52,6 +54,7 @@ def make_report(result: RunResult, changes: Sequence[Change] = (), before: RunRe
         "peers": peers_of(result),
         "changes": changes,
         "before": before,
+        "moved": moved,
         "measured": measured,
         "datasheet": datasheet,
         "tie": TIE,
