@@ -14,6 +14,7 @@ CHUNK_SLOTS = 256  # slots one CTA of the routing kernel ranks at a time
 MAX_CHUNKS = 128  # beyond this many chunks each CTA ranks several in turn, so that work stays linear in the slots
 ROW_GRANULE = 16  # an expert's rows are split into tiles at multiples of it
 REDUCTION_TILE = 64  # elements of the reduction dimension in one stage: one 128-byte swizzle line
+LONG_REDUCTION = 192  # stages from which clusters that share weights stay together: a wave reads twice the L2 then
 SHARED_MEMORY_BYTES = 227 * 1024  # what one CTA may use on compute capability 9.0
 BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks

@@ -16,9 +16,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from cutlass_moe.config import CONSUMERS, GATHER_WARPS, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
+from cutlass_moe.config import CONSUMERS, GATHER_WARPS, LONG_REDUCTION, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
-from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
+from cutlass_moe.kernels.tile_store import EVICT_NORMAL, FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 from cutlass_moe.kernels.work_queue import WorkQueue
 
 PRODUCER_REGISTERS = 24
@@ -27,7 +27,6 @@ WGMMA_K = 16
 # L2 policies of the weights: those of one token tile are a stream that must not push the activations out; those of
 # several, which run side by side, must stay until the last has read them.
 EVICT_FIRST = 0x12F0000000000000
-EVICT_NORMAL = 0x1000000000000000
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = 3  # of the producer warpgroup
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
@@ -262,11 +261,12 @@ class GroupedGemm:
             cute.arch.griddepcontrol_wait()
 
         experts = cute.size(offsets_E1) - 1
-        for i in cutlass.range(thread, experts + 1, self.threads):
-            s_offsets[i] = offsets_E1[i]
-        cute.arch.sync_threads()
         for i in cutlass.range(thread, experts, self.threads):
-            s_tile_starts[i] = tile_scheduler.count_token_tiles(s_offsets[i + 1] - s_offsets[i], self.token_widths[-1])
+            begin, end = offsets_E1[i], offsets_E1[i + 1]
+            s_offsets[i + 1] = end
+            s_tile_starts[i] = tile_scheduler.count_token_tiles(end - begin, self.token_widths[-1])
+        if thread == 0:
+            s_offsets[0] = offsets_E1[0]
         cute.arch.sync_threads()
         if warp == 0:
             tile_scheduler.prefix_sum_by_warp(s_tile_starts, experts, cute.arch.lane_idx())
@@ -287,10 +287,12 @@ class GroupedGemm:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             clusters = grid // self.cluster
             schedules = warp == SCHEDULER_WARP and rank == 0
+            # Where the reduction is long, and experts have several token tiles that read the same weights.
+            together = self.reduction_tiles >= LONG_REDUCTION and s_tile_starts[experts] > experts
             if cutlass.const_expr(not self.gather):
                 if schedules:
                     while work < work_end:
-                        work = self.queue.draw(clusters, work_phase)
+                        work = self.queue.draw(clusters, work_phase, together, work_end)
                         work_phase ^= 1
             if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
@@ -330,6 +332,8 @@ class GroupedGemm:
                     if cutlass.const_expr(self.gather):
                         if schedules:
                             self.queue.draw(clusters, work_phase)
+                    elif together:
+                        self.queue.ask()
                     work, work_phase = self.queue.take(work_phase)
             if cutlass.const_expr(self.ping_pong):
                 # One number more than tiles: a warpgroup always takes two at a time.

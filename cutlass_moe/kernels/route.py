@@ -38,6 +38,15 @@ def place_of(slot: Int32, table_TK: cute.Tensor):
 
 
 @cute.jit
+def expert_at(slot: Int32, ids_TK: cute.Tensor, experts: Int32) -> Int32:
+    """The expert of a slot; DROPPED past the last slot, too."""
+    expert = Int32(DROPPED)
+    if slot < cute.size(ids_TK):
+        expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
+    return expert
+
+
+@cute.jit
 def count_equal_before(experts_S: cute.Tensor, position: Int32, limit: Int32) -> Int32:
     """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a
     whole warp."""
@@ -69,11 +78,9 @@ def count_kernel(ids_TK: cute.Tensor, chunk_counts_CE: cute.Tensor):
     cute.arch.griddepcontrol_launch_dependents()
     rounds = chunk_rounds(slots, chunks)
     for r in cutlass.range(rounds):
-        slot = (chunk * rounds + r) * THREADS + thread
-        if slot < slots:
-            expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
-            if expert >= 0:
-                cute.arch.atomic_add(s_counts.iterator + expert, Int32(1))
+        expert = expert_at((chunk * rounds + r) * THREADS + thread, ids_TK, experts)
+        if expert >= 0:
+            cute.arch.atomic_add(s_counts.iterator + expert, Int32(1))
     cute.arch.sync_threads()
     for e in cutlass.range(thread, experts, THREADS):
         chunk_counts_CE[chunk, e] = s_counts[e]
@@ -106,12 +113,14 @@ def place_kernel(
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
 
+    rounds = chunk_rounds(slots, chunks)
+    slot = chunk * rounds * THREADS + thread
+    expert = expert_at(slot, ids_TK, experts)
+
     # Totals of each expert, and how many of them lie in earlier chunks.
     if chunks == 1:
-        if thread < slots:
-            expert = expert_of(ids_TK[place_of(thread, ids_TK)], experts)
-            if expert >= 0:
-                cute.arch.atomic_add(s_offsets.iterator + expert, Int32(1))
+        if expert >= 0:
+            cute.arch.atomic_add(s_offsets.iterator + expert, Int32(1))
         for e in cutlass.range(thread, experts, THREADS):
             s_next_row[e] = Int32(0)
     else:
@@ -137,12 +146,7 @@ def place_kernel(
         if thread < cute.size(tile_counters_2):
             tile_counters_2[thread] = Int32(0)
 
-    rounds = chunk_rounds(slots, chunks)
-    for r in cutlass.range(rounds):
-        slot = (chunk * rounds + r) * THREADS + thread
-        expert = Int32(DROPPED)
-        if slot < slots:
-            expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
+    for _ in cutlass.range(rounds):
         s_experts[thread] = expert
         cute.arch.sync_threads()
         if expert >= 0:
@@ -158,6 +162,8 @@ def place_kernel(
         cute.arch.sync_threads()
         if expert >= 0:
             cute.arch.atomic_add(s_next_row.iterator + expert, Int32(1))
+        slot += THREADS
+        expert = expert_at(slot, ids_TK, experts)
 
 
 @cute.jit

@@ -15,8 +15,11 @@ from epilogues.base import as_tuple, stored_planes
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
-# L2 policy of what is stored: the next kernel reads it, and the stream of weights must not push it out.
+# L2 policies of what is stored. The next kernel reads it, and the stream of weights must not push it out; but of a
+# larger output only the end would still be there, and it pushes out the operands of the tiles that run side by side.
 EVICT_LAST = 0x14F0000000000000
+EVICT_NORMAL = 0x1000000000000000
+KEPT_BYTES = 2**28
 FIRST_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
 DTYPES = {"float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -86,6 +89,7 @@ class TileStore:
         self.row_index_M = row_index_M
         self.swap = swap
         self.outputs = cute.size(out_MN, mode=[1])
+        self.policy = self._choose_policy(out_MN)
         sides = dict(enumerate(zip(epilogue.side_outputs, arguments[scalars_end:], strict=True), start=1))
         self.targets = [
             out_MN if plane.output == 0 else sides[plane.output][1][None, plane.index, None] for plane in self.planes
@@ -106,6 +110,14 @@ class TileStore:
             )
             for name, tensor in self.full_tensors.items()
         }
+
+    @cute.jit
+    def _choose_policy(self, out_MN: cute.Tensor) -> Int64:
+        rows, outputs = out_MN.shape
+        policy = Int64(EVICT_LAST)
+        if Int64(rows) * outputs * (out_MN.element_type.width // 8) > KEPT_BYTES:
+            policy = Int64(EVICT_NORMAL)
+        return policy
 
     def _pitch(self, dtype: Any) -> int:
         """Elements from one token to the next in shared memory."""
@@ -368,7 +380,7 @@ class TileStore:
                 registers.store(vector)
                 # In 64 bits: out may have more than 2^31 elements.
                 target = cute.local_tile(self.targets[plane], (1, elements), (Int64(out_row), output // elements))
-                cute.copy(self._store_atom(dtype), registers, target[0, None], cache_policy=Int64(EVICT_LAST))
+                cute.copy(self._store_atom(dtype), registers, target[0, None], cache_policy=self.policy)
                 if cutlass.const_expr(measured):
                     largest = self._largest(vector, elements)
             if cutlass.const_expr(measured):

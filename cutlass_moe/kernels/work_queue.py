@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
+
+# Of a wave's clusters, how many must have drawn before one begins its tile. Not all: those with narrower tiles are
+# early in every wave, and would idle in every wave.
+QUORUM_TENTHS = 7
+POLLS = 100  # about 70 us: clusters must go on without those that have no SM
 
 
 class WorkQueue:
@@ -18,6 +23,10 @@ class WorkQueue:
 
     A number is not drawn before all have read the one before: a number drawn long ago is as good as dealt out
     beforehand, and clusters that share weights would drift apart.
+
+    Long tiles drift apart even so, by their widths, and clusters that read the same bytes at different times read them
+    from HBM, each by itself. Those can be held together: a cluster then draws only when its last tile is loaded
+    (`ask`), and begins its tile when most of its wave have drawn: the tiles that all clusters work on at a time.
     """
 
     def __init__(self, cluster: int):
@@ -29,24 +38,51 @@ class WorkQueue:
         self.s_number = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         self.full = smem.allocate_array(Int64, 1)
         self.empty = smem.allocate_array(Int64, 1)
+        self.asked = smem.allocate_array(Int64, 1)
 
     @cute.jit
     def initialize(self, readers: cutlass.Constexpr[int]):
         """By one thread of each CTA: sets up the barriers for so many reading warps in the cluster."""
         cute.arch.mbarrier_init(self.full, 1)
         cute.arch.mbarrier_init(self.empty, readers)
+        cute.arch.mbarrier_init(self.asked, 1)
 
     @cute.jit
-    def draw(self, clusters: Int32, phase: Int32) -> Int32:
-        """Draws a number, in a warp of the first CTA, and hands it out. The first `clusters` numbers are not drawn:
-        every cluster starts with its own."""
+    def draw(self, clusters: Int32, phase: Int32, together: Boolean | bool = False, numbers: Int32 | int = 0) -> Int32:
+        """Draws a number, in a warp of the first CTA, and hands it out; with `together` when that CTA has asked for it,
+        and most of its wave have drawn. The first `clusters` of all `numbers` are not drawn: every cluster starts with
+        its own."""
         cute.arch.mbarrier_wait(self.empty, phase ^ 1)
+        if together:
+            cute.arch.mbarrier_wait(self.asked, phase)
         drawn = Int32(0)
         if cute.arch.lane_idx() == 0:
             drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
         number = clusters + cute.arch.shuffle_sync(drawn, 0)
+        if together:
+            self._wait_for_wave(number, clusters, numbers)
         self._hand_out(number)
         return number
+
+    @cute.jit
+    def _wait_for_wave(self, number: Int32, clusters: Int32, numbers: Int32):
+        """Waits, a while at most, until most clusters of the wave of `number` have drawn. The last wave, which may not
+        be full, does not wait."""
+        before = number // clusters * clusters - clusters  # numbers that are drawn before the wave's first
+        polls = Int32(0)
+        if before + 2 * clusters <= numbers:
+            polls = Int32(POLLS)
+        drawn = Int32(0)
+        while drawn < before + clusters * QUORUM_TENTHS // 10 and polls > 0:
+            drawn = cute.arch.load(self.counter.iterator, Int32, sem="relaxed", scope="gpu")
+            polls -= 1
+
+    @cute.jit
+    def ask(self):
+        """By a whole warp of each CTA: its tile's loads are on the way, the next number is wanted. The first CTA's
+        counts."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.asked)
 
     @cute.jit
     def put(self, number: Int32, phase: Int32):

@@ -14,7 +14,7 @@ from cutlass_moe import checks, reference
 from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.load import get_kernel
 from cutlass_moe.aot.verify import random_inputs
-from cutlass_moe.config import GemmSpec
+from cutlass_moe.config import LONG_REDUCTION, REDUCTION_TILE, GemmSpec
 from cutlass_moe.epilogue_arguments import kernel_arguments
 from epilogues import Identity, RoutingScale, SiluGate
 
@@ -123,6 +123,7 @@ def test_shipped_kernel(spec: GemmSpec, guarded: Any, assert_gemm_close: Any) ->
     tile = spec.config.tile_tokens
     around = [count for width in spec.config.token_widths for count in (width - 1, width, width + 1)]
     odd = [0, 1, *around, 0, 0, 7, 2 * tile, 2 * tile + 1, 0, 3 * tile - 1, 1, 0]
+    long_reduction = REDUCTION_TILE * LONG_REDUCTION + 8  # clusters wait for each other
     shapes = [
         (odd, 200, 392, "concatenated", sm_count),
         (odd, 1032, 72, "interleaved", sm_count),
@@ -130,6 +131,7 @@ def test_shipped_kernel(spec: GemmSpec, guarded: Any, assert_gemm_close: Any) ->
         (around, 264, 64, "padded", sm_count),
         (odd, 72, 2056, "separate", 2),  # two CTAs walk all tiles
         ([tile + 5], 392, 136, "concatenated", sm_count),
+        ([2 * tile + 1, 3 * tile - 1, 5, 2 * tile], 520, long_reduction, "separate", 8),
         ([0, 0, 3] * 16, 8, 8, "padded", sm_count),
         ([0] * 16, 64, 64, "separate", sm_count),
     ]
@@ -191,6 +193,21 @@ def test_public_function(dtype: torch.dtype, guarded: Any, assert_gemm_close: An
             reference.grouped_gemm(a_MK, weights, offsets, epilogue, tensors, index, expected)
             assert_gemm_close(out.tensor, expected)
             out.check()
+
+
+@pytest.mark.parametrize("counts", [[3, 60, 0, 70], [40, 300, 400, 0, 500]])
+def test_some_of_the_experts(counts: list[int], guarded: Any, assert_gemm_close: Any) -> None:
+    """Offsets of the last experts only: their first row is not row 0."""
+    torch.manual_seed(3)
+    offsets, rows = offsets_of(counts)[1:], sum(counts)
+    a_MK = torch.randn(rows, 392, device="cuda").bfloat16()
+    gate, up = weights = random_weights(len(counts) - 1, 200, 392, torch.bfloat16, 2, "separate")
+    out = guarded((rows, 200), torch.bfloat16)
+    cutlass_moe.grouped_gemm(a_MK, (gate, up), offsets, epilogue=SiluGate(), out=out.tensor)
+    expected = torch.full((rows, 200), torch.nan, device="cuda")
+    reference.grouped_gemm(a_MK, weights, offsets, SiluGate(), {}, None, expected)
+    assert_gemm_close(out.tensor[counts[0] :], expected[counts[0] :])
+    assert out.is_poison(out.tensor[: counts[0]])
 
 
 def test_operands_of_odd_strides_in_size_one_dimensions(assert_gemm_close: Any) -> None:
