@@ -362,8 +362,9 @@ class GroupedGemm:
                         width = self.token_widths[i]
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
+                        # Now and not behind the stores: the scheduler waits for this before it draws.
+                        work, work_phase = self.queue.take(work_phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
-                work, work_phase = self.queue.take(work_phase)
                 if cutlass.const_expr(self.ping_pong):
                     stage, phase = self._skip(stage, phase)  # that tile is the other warpgroup's
                     work, work_phase = self.queue.take(work_phase)
