@@ -287,7 +287,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             clusters = grid // self.cluster
             schedules = warp == SCHEDULER_WARP and rank == 0
-            # Where the reduction is long, and experts have several token tiles that read the same weights.
+            # Where the reduction is long, and many experts have several token tiles.
             together = self.reduction_tiles >= LONG_REDUCTION and s_tile_starts[experts] > experts
             if cutlass.const_expr(not self.gather):
                 if schedules:
@@ -362,7 +362,7 @@ class GroupedGemm:
                         width = self.token_widths[i]
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
-                        # Now and not behind the stores: the scheduler waits for this before it draws.
+                        # Now and not behind the stores: the scheduler waits for it before it draws the next.
                         work, work_phase = self.queue.take(work_phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
                 if cutlass.const_expr(self.ping_pong):

@@ -15,8 +15,8 @@ from epilogues.base import as_tuple, stored_planes
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
-# L2 policies of what is stored. The next kernel reads it, and the stream of weights must not push it out; but of a
-# larger output only the end would still be there, and it pushes out the operands of the tiles that run side by side.
+# L2 policies of what is stored. The next kernel reads it, and the stream of weights must not push it out; but a large
+# output only pushes out the operands of the tiles that run side by side. What is large was measured, up to a factor.
 EVICT_LAST = 0x14F0000000000000
 EVICT_NORMAL = 0x1000000000000000
 KEPT_BYTES = 2**28

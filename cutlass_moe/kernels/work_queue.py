@@ -66,8 +66,8 @@ class WorkQueue:
 
     @cute.jit
     def _wait_for_wave(self, number: Int32, clusters: Int32, numbers: Int32):
-        """Waits, a while at most, until most clusters of the wave of `number` have drawn. The last wave, which may not
-        be full, does not wait."""
+        """Waits, a while at most, until most clusters of the wave of `number` have drawn. A wave that is not full does
+        not wait."""
         before = number // clusters * clusters - clusters  # numbers that are drawn before the wave's first
         polls = Int32(0)
         if before + 2 * clusters <= numbers:
