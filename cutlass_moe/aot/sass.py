@@ -114,9 +114,14 @@ def parse_usage(text: str) -> list[tuple[int, int, int, int]]:
     return [(int(r), int(stack), int(shared), int(local)) for r, stack, shared, local in _USAGE.findall(text)]
 
 
+def opcodes(sass: str) -> list[str]:
+    """The opcodes in SASS text, in order, modifiers after the first dot left out."""
+    return _INSTRUCTION.findall(sass)
+
+
 def count_instructions(sass: str) -> Counter[str]:
-    """How often each opcode occurs in SASS text, modifiers after the first dot left out."""
-    return Counter(_INSTRUCTION.findall(sass))
+    """How often each opcode occurs in SASS text."""
+    return Counter(opcodes(sass))
 
 
 def _run(tool: str, *arguments: str) -> str:
