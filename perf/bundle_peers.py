@@ -30,7 +30,7 @@ ENVIRONMENT = f"""\
 # path. QuACK's cache of kernels wants its packages in a folder named site-packages.
 peers="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
 peers_site="$(mktemp -d)/site-packages"
-python3 -m tarfile --filter data -e "$peers/{ARCHIVE}" "$peers_site"
+python3 -m tarfile -e "$peers/{ARCHIVE}" "$peers_site"
 export PYTHONPATH="$peers_site:$peers_site/nvidia_cutlass_dsl/dsl_packages${{PYTHONPATH:+:$PYTHONPATH}}"
 """
 
