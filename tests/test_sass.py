@@ -88,7 +88,7 @@ def test_matrix_instructions_overlap(library: KernelLibrary, spec: GemmSpec) -> 
 )
 def test_loads_of_gathered_rows_follow_each_other(library: KernelLibrary, spec: GemmSpec) -> None:
     """Four at a time, nothing between. Where the loader's loop looks divergent to the compiler, its addresses are no
-    longer uniform: some 25 instructions come between two loads, which cost up to 30 % of a layer."""
+    longer uniform: some 25 instructions come between two loads, which cost up to 42 % of a layer."""
     entry = library.manifest.kernels[spec.name]
     sass = disassemble_embedded(library.directory / library.manifest.library, entry.cubin_sha256)
     runs = [len(list(run)) for opcode, run in groupby(opcodes(sass)) if opcode == "UTMALDG"]
