@@ -24,12 +24,14 @@ def header(result: RunResult, path: Path) -> str:
 
 
 def case_line(case: CaseResult) -> str:
-    """Times in ms; roof: share of the measured roof; ratio: peer over ours; stock: our GEMMs over stock's."""
+    """Times in ms; roof: share of the measured roof; ratio: peer over ours, as `CaseResult.over_ours`; stock: our GEMMs
+    over stock's."""
     work = Work(case.flops, case.bytes)
     stock = f"{case.gemms_over_stock:.2f}" if case.gemms_over_stock else "-"
     score = f"{case.sol_score:.2f}" if case.sol_score is not None else "-"
     best = case.best_peer()
-    peer = f"{best[0]:<24}{best[1]:>9.3f}{best[1] / case.ms:>6.2f}" if best else f"{'-':<24}{'-':>9}{'-':>6}"
+    ratio = case.over_ours(case.peers[best[0]]) if best else None
+    peer = f"{best[0]:<24}{best[1]:>9.3f}{ratio:>6.2f}" if best else f"{'-':<24}{'-':>9}{'-':>6}"
     queued = f"{case.queued_ms:.3f}" if case.queued_ms else "-"
     match = f"{case.match_ratio:.5f}" if case.match_ratio is not None else "-"
     check = {True: "pass", False: "FAIL", None: "none"}[case.passed]

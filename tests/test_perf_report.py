@@ -97,6 +97,11 @@ class TestModel:
         assert (row.best_peer, row.best_peer_ms, row.verdict) == ("rival", 5.2, "win")
         assert row.ratio == pytest.approx(1.04)
 
+    def test_a_peer_that_cannot_be_captured_is_compared_with_our_eager_call(self) -> None:
+        case = a_case(512)
+        row = model.groups(a_result(replace(case, peers={"looped": case.peers["looped"]})))[0].rows[0]
+        assert row.best_peer == "looped" and row.ratio == pytest.approx(9.0 / 5.1)
+
     @pytest.mark.parametrize(("ms", "verdict"), [(5.0, "win"), (5.2, "tie"), (5.24, "tie"), (5.5, "loss")])
     def test_verdicts(self, ms: float, verdict: str) -> None:
         assert model.groups(a_result(a_case(512, ms)))[0].rows[0].verdict == verdict

@@ -25,8 +25,8 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The best peer's time over ours: above 1 we are faster."""
-        return self.best_peer_ms / self.case.ms if self.best_peer_ms else None
+        """The best peer's time over ours, as `CaseResult.over_ours`: above 1 we are faster."""
+        return self.case.over_ours(self.case.peers[self.best_peer]) if self.best_peer else None
 
     @property
     def verdict(self) -> str:
