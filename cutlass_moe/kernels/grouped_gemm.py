@@ -18,15 +18,13 @@ from cutlass.utils import hopper_helpers
 
 from cutlass_moe.config import CONSUMERS, GATHER_WARPS, LONG_REDUCTION, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler
-from cutlass_moe.kernels.tile_store import EVICT_NORMAL, FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
+from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_NORMAL
+from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 from cutlass_moe.kernels.work_queue import WorkQueue
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 WGMMA_K = 16
-# L2 policies of the weights: those of one token tile are a stream that must not push the activations out; those of
-# several, which run side by side, must stay until the last has read them.
-EVICT_FIRST = 0x12F0000000000000
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = 3  # of the producer warpgroup
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
@@ -394,6 +392,8 @@ class GroupedGemm:
 
     @cute.jit
     def _weights_policy(self, tile_starts_E1: cute.Tensor, expert: Int32) -> Int64:
+        """The weights of one token tile are a stream that must not push the activations out of L2; those of several,
+        which run side by side, must stay until the last has read them."""
         policy = Int64(EVICT_FIRST)
         if tile_starts_E1[expert + 1] - tile_starts_E1[expert] > 1:
             policy = Int64(EVICT_NORMAL)

@@ -9,17 +9,14 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warp as warp_copy
 
 from cutlass_moe.config import CONSUMERS, STORE_PAD_BYTES, GemmSpec, token_bytes
+from cutlass_moe.kernels.l2_policy import EVICT_LAST, EVICT_NORMAL
 from epilogues import INPUT, DslOps
 from epilogues.base import as_tuple, stored_planes
 
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
-# L2 policies of what is stored. The next kernel reads it, and the stream of weights must not push it out; but a large
-# output only pushes out the operands of the tiles that run side by side. What is large was measured, up to a factor.
-EVICT_LAST = 0x14F0000000000000
-EVICT_NORMAL = 0x1000000000000000
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**28  # of an output, at most, for it to be kept in L2; measured, up to a factor
 FIRST_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
 DTYPES = {"float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -113,6 +110,8 @@ class TileStore:
 
     @cute.jit
     def _choose_policy(self, out_MN: cute.Tensor) -> Int64:
+        """The next kernel reads what is stored, and the stream of weights must not push it out of L2; but a large
+        output only pushes out the operands of the tiles that run side by side."""
         rows, outputs = out_MN.shape
         policy = Int64(EVICT_LAST)
         if Int64(rows) * outputs * (out_MN.element_type.width // 8) > KEPT_BYTES:

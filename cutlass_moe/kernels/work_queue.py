@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64, cute
 # Of a wave's clusters, how many must have drawn before one begins its tile. Not all: those with narrower tiles are
 # early in every wave, and would idle in every wave.
 QUORUM_TENTHS = 7
-POLLS = 100  # about 70 us: clusters must go on without those that have no SM
+POLLS = 100  # at most: clusters must go on without those that have no SM. Ten are too few (trials 18)
 
 
 class WorkQueue:
