@@ -42,9 +42,10 @@ def walk_tiles(
 
 
 @cute.jit
-def count_tiles(rows_E: cute.Tensor, tiles_E: cute.Tensor, tile_tokens: cutlass.Constexpr):
+def count_tiles(rows_E: cute.Tensor, tiles_E: cute.Tensor, counts_E: cute.Tensor, tile_tokens: cutlass.Constexpr):
     for e in cutlass.range(cute.size(rows_E)):
-        tiles_E[e] = tile_scheduler.count_token_tiles(rows_E[e], tile_tokens)
+        tiles = tile_scheduler.count_token_tiles(rows_E[e], tile_tokens)
+        tiles_E[e], counts_E[e] = tiles, tile_scheduler.count_by_kind(tiles)
 
 
 @cute.jit
@@ -93,11 +94,11 @@ def test_tiles_cover_every_row_once(
     counts: list[int], feature_tiles: int, tile_tokens: int, compiled: Callable[..., Any]
 ) -> None:
     rows_E = torch.tensor(counts, dtype=torch.int32)
-    tiles_E = torch.full_like(rows_E, -1)
-    compiled(count_tiles, rows_E, tiles_E, constants=(tile_tokens,))
+    tiles_E, counts_E = torch.full_like(rows_E, -1), torch.full_like(rows_E, -1)
+    compiled(count_tiles, rows_E, tiles_E, counts_E, constants=(tile_tokens,))
     assert tiles_E.tolist() == [-(-count // tile_tokens) for count in counts]
-    offsets, starts = exclusive_sums(rows_E), exclusive_sums(tiles_E)
-    works = int(starts[-1]) * feature_tiles
+    offsets, starts = exclusive_sums(rows_E), exclusive_sums(counts_E)
+    works = int(tiles_E.sum()) * feature_tiles
     found = torch.full((works + 1, 4), -1, dtype=torch.int32)
     compiled(walk_tiles, offsets, starts, found, feature_tiles, works)
     assert found[works].tolist() == [-1] * 4
@@ -116,9 +117,21 @@ def test_tiles_cover_every_row_once(
         )
         assert not sizes or max(sizes) - min(sizes) < 2 * ROW_GRANULE, "tiles of an expert are even"
 
+    # Experts with one tile, and those with several: each kind in the experts' order, and both evenly spread.
+    single = [int(tiles_E[expert]) == 1 for expert, *_ in found[:works].tolist()]
+    for kind in (True, False):
+        experts = [
+            expert for (expert, *_), is_single in zip(found[:works].tolist(), single, strict=True) if is_single == kind
+        ]
+        assert experts == sorted(experts)
+    for number in range(works + 1):
+        assert abs(sum(single[:number]) - number * sum(single) / max(works, 1)) < 1
+
 
 def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callable[..., Any]) -> None:
-    offsets, starts = torch.tensor([0, 257], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    offsets, counts = torch.tensor([0, 257], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    compiled(count_tiles, offsets[1:], counts.clone(), counts, constants=(256,))
+    starts = exclusive_sums(counts)
     found = torch.zeros(2, 4, dtype=torch.int32)
     compiled(walk_tiles, offsets, starts, found, 1, 2)
     assert found[:, 3].tolist() == [128, 129]

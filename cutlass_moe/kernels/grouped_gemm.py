@@ -262,7 +262,8 @@ class GroupedGemm:
         for i in cutlass.range(thread, experts, self.threads):
             begin, end = offsets_E1[i], offsets_E1[i + 1]
             s_offsets[i + 1] = end
-            s_tile_starts[i] = tile_scheduler.count_token_tiles(end - begin, self.token_widths[-1])
+            tiles = tile_scheduler.count_token_tiles(end - begin, self.token_widths[-1])
+            s_tile_starts[i] = tile_scheduler.count_by_kind(tiles)
         if thread == 0:
             s_offsets[0] = offsets_E1[0]
         cute.arch.sync_threads()
@@ -276,7 +277,8 @@ class GroupedGemm:
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         work = block // self.cluster
-        work_end = s_tile_starts[experts] * feature_tiles
+        token_tiles = tile_scheduler.all_tiles(s_tile_starts[experts])
+        work_end = token_tiles * feature_tiles
         stage = Int32(0)
         phase = Int32(0)
         work_phase = Int32(0)
@@ -286,7 +288,7 @@ class GroupedGemm:
             clusters = grid // self.cluster
             schedules = warp == SCHEDULER_WARP and rank == 0
             # Where the reduction is long, and many experts have several token tiles.
-            together = self.reduction_tiles >= LONG_REDUCTION and s_tile_starts[experts] > experts
+            together = self.reduction_tiles >= LONG_REDUCTION and token_tiles > experts
             if cutlass.const_expr(not self.gather):
                 if schedules:
                     while work < work_end:

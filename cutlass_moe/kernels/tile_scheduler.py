@@ -5,22 +5,50 @@ source that the kernels use. Only `prefix_sum_by_warp` needs a warp.
 
 An expert's rows are split evenly, in granules of 16, over the fewest tiles of at most `tile_tokens` rows: 257 rows
 under a width of 256 are two tiles of 128 and 129, not one of 256 and one of 1; and no more than one granule of an
-expert is padded. Work is numbered expert by expert; within an expert neighbouring numbers are the token tiles of one
-weight tile, so that a weight tile is read from HBM once and then from L2.
+expert is padded. Within an expert neighbouring tiles are the token tiles of one weight tile, so that a weight tile is
+read from HBM once and then from L2.
+
+Experts with several token tiles keep the tensor cores busy, those with one keep HBM busy. With skewed routing there are
+both, and one kind after the other would leave half of the GPU idle in turns: so work numbers mix the two kinds evenly,
+each expert by expert. Where all are of one kind, work goes simply expert by expert.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
-from cutlass_moe.config import ROW_GRANULE
+from cutlass_moe.config import MAX_EXPERTS, ROW_GRANULE
+
+# A count of token tiles keeps those of experts with several above, and those of experts with one in this many bits.
+SINGLE_BITS = MAX_EXPERTS.bit_length()
 
 
 @cute.jit
 def count_token_tiles(rows: Int32, tile_tokens: cutlass.Constexpr[int]) -> Int32:
     """Token tiles of an expert with `rows` rows."""
     return (rows + (tile_tokens - 1)) // tile_tokens
+
+
+@cute.jit
+def count_by_kind(tiles: Int32) -> Int32:
+    """The token tiles of one expert as a count by kind. Such counts add up."""
+    several = cutlass.min(tiles - 1, 1)  # 1 or 0; without tiles nothing counts
+    return tiles * (1 + several * ((1 << SINGLE_BITS) - 1))
+
+
+@cute.jit
+def of_kind(count: Int32, several: Boolean) -> Int32:
+    """The tiles of one kind in a count."""
+    tiles = count & ((1 << SINGLE_BITS) - 1)
+    if several:
+        tiles = count >> SINGLE_BITS
+    return tiles
+
+
+@cute.jit
+def all_tiles(count: Int32) -> Int32:
+    return (count >> SINGLE_BITS) + (count & ((1 << SINGLE_BITS) - 1))
 
 
 @cute.jit
@@ -31,17 +59,40 @@ def tile_begin(rows: Int32, tiles: Int32, tile: Int32) -> Int32:
 
 
 @cute.jit
-def find_expert(tile_starts_E1: cute.Tensor, experts: Int32, token_tile: Int32) -> Int32:
-    """The expert that holds token tile `token_tile`: the last e with tile_starts_E1[e] <= token_tile."""
+def find_expert(tile_starts_E1: cute.Tensor, experts: Int32, token_tile: Int32, several: Boolean) -> Int32:
+    """The expert that holds token tile `token_tile` of a kind: the last one that starts with it or before."""
     low = Int32(0)
     high = experts
     while high - low > 1:
         middle = (low + high) // 2
-        if tile_starts_E1[middle] <= token_tile:
+        if of_kind(tile_starts_E1[middle], several) <= token_tile:
             low = middle
         else:
             high = middle
     return low
+
+
+@cute.jit
+def mix(work: Int32, tiles: Int32):
+    """Work number `work` -> (whether its expert has several token tiles, its number among the work of that kind).
+
+    In each round of as many numbers as there are token tiles both kinds have their share, evenly spread.
+
+    Args:
+        tiles: all token tiles, a count by kind.
+    """
+    total = all_tiles(tiles)
+    singles = of_kind(tiles, Boolean(False))
+    turn = work // total
+    place = work - turn * total
+    # place * singles // total of a round's first `place` numbers are singles: at most one for each expert, so that no
+    # product overflows.
+    singles_before = place * singles // total
+    several = place * singles - singles_before * total + singles < total
+    number = turn * singles + singles_before
+    if several:
+        number = turn * (total - singles) + place - singles_before
+    return several, number
 
 
 @cute.jit
@@ -55,15 +106,16 @@ def locate_tile(
     """Work number `work` -> (expert, feature tile, first row, rows).
 
     Args:
-        work: 0 <= work < tile_starts_E1[experts] * feature_tiles.
+        work: 0 <= work < all_tiles(tile_starts_E1[experts]) * feature_tiles.
         feature_tiles: tiles of the weight rows (of a whole cluster).
         offsets_E1: first row of each expert, then the number of rows.
-        tile_starts_E1: token tiles before each expert, then their number.
+        tile_starts_E1: token tiles before each expert, then of all, counted by kind.
     """
-    expert = find_expert(tile_starts_E1, experts, work // feature_tiles)
-    first_tile = tile_starts_E1[expert]
-    token_tiles = tile_starts_E1[expert + 1] - first_tile
-    inner = work - first_tile * feature_tiles
+    several, number = mix(work, tile_starts_E1[experts])
+    expert = find_expert(tile_starts_E1, experts, number // feature_tiles, several)
+    first_tile = of_kind(tile_starts_E1[expert], several)
+    token_tiles = of_kind(tile_starts_E1[expert + 1], several) - first_tile
+    inner = number - first_tile * feature_tiles
     feature_tile = inner // token_tiles
     token_tile = inner - feature_tile * token_tiles
     first_row = offsets_E1[expert]
