@@ -1,5 +1,4 @@
-"""Times everything at one token count: ours, its steps, the peers and dense cuBLAS; replays in turns, hot and cool, and
-the eager calls of each by themselves."""
+"""Times everything at one token count: ours, its steps, the peers and dense cuBLAS, in turns, hot and cool."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from perf.peers.base import Call, Finish, Peer, Prepared
 from perf.peers.torch_layers import DenseTwoGemms
 from perf.results import PeerResult, StepResult
 from perf.roofline import Work, layer_work
-from perf.timing import Captured, EagerTimes, Spread, Stopwatch, time_eager, time_in_turns
+from perf.timing import Captured, EagerTimer, Spread, Stopwatch, time_in_turns
 from perf.workloads import Inputs, Weights, Workload
 
 MEMORY_SHARE = 0.8  # of the free memory that the calls of a peer may take
@@ -40,7 +39,9 @@ class Measurement:
     replay_equal: bool
     ours: Spread
     ours_cool: Spread
-    ours_eager: EagerTimes
+    ours_eager: Spread
+    ours_queued: Spread
+    host_us: float
     dense: Spread
     dense_cool: Spread
     hot_state: dict[str, float]
@@ -51,11 +52,11 @@ class Measurement:
 
 @dataclass
 class Contenders:
-    """What is timed, by name: graph replays, what runs cool as well, and the calls that are timed eagerly."""
+    """What is timed, by name: graph replays, what runs cool as well, and eager calls."""
 
     hot: dict[str, Callable[[], float]] = field(default_factory=dict)
     cool: dict[str, Callable[[], float]] = field(default_factory=dict)
-    eager: dict[str, Call] = field(default_factory=dict)
+    eager: dict[str, EagerTimer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def measure(
     for name, graph in (("ours", captured), ("dense", dense)):
         contenders.hot[name] = partial(stopwatch.device_ms, graph.replay)
         contenders.cool[name] = partial(stopwatch.cool_ms, graph.replay)
-    contenders.eager["ours"] = ours
+    contenders.eager["ours"] = EagerTimer(stopwatch, ours)
     for name, step in captured_steps.items():
         contenders.hot[f"step {name}"] = partial(stopwatch.device_ms, step.replay)
 
@@ -132,16 +133,17 @@ def measure(
     replay_equal = _replay_equal(captured, ours)
 
     began = time.monotonic()
-    hot = time_in_turns(contenders.hot, options.turns)
+    idle = {f"idle {name}": timer.idle for name, timer in contenders.eager.items()}
+    queued = {f"queued {name}": timer.queued for name, timer in contenders.eager.items()}
+    hot = time_in_turns({**contenders.hot, **idle, **queued}, options.turns)
     hot_state = monitor.over(began)
-    eager = {name: time_eager(stopwatch, call, options.eager_turns) for name, call in contenders.eager.items()}
     began = time.monotonic()
     cool = time_in_turns(contenders.cool, options.cool_turns)
     cool_state = monitor.over(began)
 
     for name, checked in peer_results.items():
-        if name in eager:
-            peer_results[name] = _with_times(checked, hot.get(name), eager[name], cool.get(name))
+        if name in contenders.eager:
+            peer_results[name] = _with_times(name, checked, hot, cool, contenders.eager[name].host_us)
     counts = inputs.topk_ids_TK.flatten().unique(return_counts=True)[1]
     tokens, experts_hit = inputs.x_TH.shape[0], len(counts)
     return Measurement(
@@ -157,7 +159,9 @@ def measure(
         replay_equal=replay_equal,
         ours=hot["ours"],
         ours_cool=cool["ours"],
-        ours_eager=eager["ours"],
+        ours_eager=hot["idle ours"],
+        ours_queued=hot["queued ours"],
+        host_us=contenders.eager["ours"].host_us,
         dense=hot["dense"],
         dense_cool=cool["dense"],
         hot_state=hot_state,
@@ -227,7 +231,7 @@ def _add_peer(contenders: Contenders, peer: Peer, checked: PeerResult, setting: 
         contenders.hot[peer.name] = partial(stopwatch.device_ms, graph.replay)
         if peer.scope == "layer":
             contenders.cool[peer.name] = partial(stopwatch.cool_ms, graph.replay)
-    contenders.eager[peer.name] = call
+    contenders.eager[peer.name] = EagerTimer(stopwatch, call)
     return checked
 
 
@@ -257,17 +261,20 @@ def _free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _with_times(checked: PeerResult, hot: Spread | None, eager: EagerTimes, cool: Spread | None) -> PeerResult:
-    spread = hot or eager.idle
+def _with_times(
+    name: str, checked: PeerResult, hot: Mapping[str, Spread], cool: Mapping[str, Spread], host_us: float
+) -> PeerResult:
+    idle = hot[f"idle {name}"]
+    spread = hot.get(name, idle)
     return replace(
         checked,
         ms=spread.ms,
         p10_ms=spread.p10_ms,
         p90_ms=spread.p90_ms,
-        eager_ms=eager.idle.ms,
-        queued_ms=eager.queued.ms,
-        host_us=eager.host_us,
-        cool_ms=cool.ms if cool else None,
+        eager_ms=idle.ms,
+        queued_ms=hot[f"queued {name}"].ms,
+        host_us=host_us,
+        cool_ms=cool[name].ms if name in cool else None,
     )
 
 

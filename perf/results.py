@@ -65,9 +65,9 @@ class CaseResult:
         shape: hidden, intermediate, experts, top_k.
         repeats: how many times each contender was replayed hot; p10_ms and p90_ms are percentiles of `ms`.
         cool_ms: 30 ms of idle time before each call; `hot_state` and `cool_state` have clock and power.
-        eager_ms, host_us: consecutive calls of the same layer, each meeting an idle device, and the host's part; after
-            other host work, with cold CPU caches, a call takes about twice the host time.
-        queued_ms: consecutive calls that the host issues while the device is still busy with what came before.
+        eager_ms, host_us: a call that meets an idle device, right after an untimed one, and the host's part; after
+            other host work, with cold CPU caches, it takes about twice the host time.
+        queued_ms: likewise a call that the host issues while the device is still busy with what came before.
         flops, bytes: the least the call must do; only experts that are hit count.
         rows_max: rows of the busiest expert.
         roof_ms, roof_ms_datasheet: the speed of light by the measured and by the datasheet's roofs.

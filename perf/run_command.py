@@ -20,7 +20,6 @@ from perf.workloads import more_models, workloads
 TUNING_LIMIT_S = 1200.0
 QUICK_ROUNDS = 2
 QUICK_TURNS = Turns(least=3, most=10, budget_s=0.5, warm_up=1)
-QUICK_EAGER_TURNS = replace(QUICK_TURNS, budget_s=0.1)
 QUICK_COOL_TURNS = Turns(least=3, most=3, budget_s=0.0, warm_up=0)
 
 
@@ -113,7 +112,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         peer_limit_s=arguments.peer_limit or (TUNING_LIMIT_S if arguments.tune_peers else Options.peer_limit_s),
     )
     if arguments.quick:
-        return replace(options, turns=QUICK_TURNS, eager_turns=QUICK_EAGER_TURNS, cool_turns=QUICK_COOL_TURNS)
+        return replace(options, turns=QUICK_TURNS, cool_turns=QUICK_COOL_TURNS)
     return options
 
 

@@ -1,4 +1,4 @@
-"""Timing on a CUDA device: cold caches, events, graph replay in turns, eager calls one after another."""
+"""Timing on a CUDA device: cold caches, events, graph replay, and everything that is compared in turns."""
 
 from __future__ import annotations
 
@@ -117,33 +117,32 @@ class Stopwatch:
         return self._start.elapsed_time(self._end), host_ms
 
 
-@dataclass(frozen=True)
-class EagerTimes:
-    """Consecutive eager calls of one contender.
-
-    Attributes:
-        idle: each meets an idle device. host_us: the host's part of those calls, median.
-        queued: each is issued behind the cache flush, while the device is still busy.
+class EagerTimer:
+    """Times eager calls of one contender, each right after an untimed one: the host's code is then in the CPU's caches,
+    as in a loop over layers. In turns with others it would come back into them for every call, which takes longer than
+    its work.
     """
 
-    idle: Spread
-    queued: Spread
-    host_us: float
+    def __init__(self, stopwatch: Stopwatch, call: Callable[[], object]) -> None:
+        self._stopwatch, self._call = stopwatch, call
+        self._host_ms: list[float] = []
 
-
-def time_eager(stopwatch: Stopwatch, call: Callable[[], object], turns: Turns) -> EagerTimes:
-    """Times one contender by itself, as a loop over layers calls it: in turns with others, the host's code would come
-    back into the CPU's caches for every call, which takes longer than its work."""
-    host_ms: list[float] = []
-
-    def idle() -> float:
-        ms, host = stopwatch.eager(call)
-        host_ms.append(host)
+    def idle(self) -> float:
+        """The ms of a call that meets an idle device; keeps the host's part."""
+        self._call()
+        ms, host_ms = self._stopwatch.eager(self._call)
+        self._host_ms.append(host_ms)
         return ms
 
-    idle_spread = time_in_turns({"idle": idle}, turns)["idle"]
-    queued_spread = time_in_turns({"queued": lambda: stopwatch.device_ms(call)}, turns)["queued"]
-    return EagerTimes(idle_spread, queued_spread, 1e3 * statistics.median(host_ms[turns.warm_up :]))
+    def queued(self) -> float:
+        """The ms of a call that the host issues behind the cache flush, while the device is still busy."""
+        self._call()
+        return self._stopwatch.device_ms(self._call)
+
+    @property
+    def host_us(self) -> float:
+        """Median host microseconds of the calls so far that met an idle device."""
+        return 1e3 * statistics.median(self._host_ms)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from perf.peers.base import Prepared
 from perf.peers.torch_layers import CublasLoop, TorchGroupedMm
 from perf.results import RunResult
 from perf.roofline import Roofs
-from perf.timing import Captured, Turns
+from perf.timing import Captured
 from perf.workloads import Inputs, Workload
 
 CPU = torch.device("cpu")
@@ -101,31 +100,6 @@ class TestRun:
         assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
         saved = results.load(tmp_path / "shapes.json")
         assert saved.cases == result.cases and saved.complete and saved.not_for_the_record and saved.seconds
-
-    def test_eager_calls_of_a_contender_follow_each_other(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        timed: list[tuple[str, object]] = []
-
-        class Watching(FakeStopwatch):
-            def device_ms(self, call: Callable[[], object]) -> float:
-                timed.append(("queued", call))
-                return super().device_ms(call)
-
-            def eager(self, call: Callable[[], object]) -> tuple[float, float]:
-                timed.append(("idle", call))
-                call()
-                return 3.0, 0.04
-
-        monkeypatch.setattr(runner, "Stopwatch", Watching)
-        turns = Turns(least=3, most=3, warm_up=1)
-        case = self.run(
-            tmp_path, shapes=("32,16,4,2",), workloads=(), tokens=(6,), turns=turns, eager_turns=turns, rounds=1
-        ).cases[0]
-        assert (case.ms, case.eager_ms, case.queued_ms) == (2.0, 3.0, 2.0)
-        in_a_row = [(how, len(list(calls))) for (how, _), calls in groupby(timed)]
-        # Ours, then the one peer; nothing else is called more than twice in a row.
-        assert [(how, count) for how, count in in_a_row if count > 2] == 2 * [("idle", 4), ("queued", 4)]
 
     def test_a_layer_that_gathers_has_no_permute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         permutes = self.run(tmp_path).cases[0]
