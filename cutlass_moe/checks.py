@@ -27,8 +27,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 ROUTING_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16  # what the TMA asks of addresses and strides
 ALIGNMENT_ELEMENTS = 8  # the same in bf16 or fp16; gate and up rows also interleave in groups of 8
-# Row numbers are int32 in the kernels, and so is (rows / 16) * tiles, which overflows first: all rows on one expert, at
-# the token widths from 144 on that the table takes for so many.
+# Row numbers are int32 in the kernels, and so are work numbers: token tiles (rows / 16 at most) times weight tiles.
 MAX_ROWS = 2**21
 MAX_STRIDE_BYTES = 2**40  # strides in a TMA tensor map are below this
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)

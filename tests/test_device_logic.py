@@ -15,6 +15,7 @@ cutlass = pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
+from cutlass_moe.checks import MAX_ROWS  # noqa: E402
 from cutlass_moe.config import CHUNK_SLOTS, ROW_GRANULE, route_chunks  # noqa: E402
 from cutlass_moe.kernels import route, tile_scheduler  # noqa: E402
 
@@ -126,6 +127,20 @@ def test_tiles_cover_every_row_once(
         assert experts == sorted(experts)
     for number in range(works + 1):
         assert abs(sum(single[:number]) - number * sum(single) / max(works, 1)) < 1
+
+
+@pytest.mark.parametrize("tile_tokens", [32, 96])
+def test_all_rows_of_one_expert(tile_tokens: int, compiled: Callable[..., Any]) -> None:
+    """As many as are accepted: no product may overflow."""
+    offsets, counts = torch.tensor([0, MAX_ROWS], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    tiles = torch.zeros(1, dtype=torch.int32)
+    compiled(count_tiles, offsets[1:], tiles, counts, constants=(tile_tokens,))
+    works = int(tiles)
+    found = torch.zeros(works, 4, dtype=torch.int32)
+    compiled(walk_tiles, offsets, exclusive_sums(counts), found, 1, works)
+    rows = found[:, 3].long()
+    assert int(rows.sum()) == MAX_ROWS and int(rows.min()) > 0 and int(rows.max()) <= tile_tokens
+    assert torch.equal(found[1:, 2].long(), rows.cumsum(0)[:-1])
 
 
 def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callable[..., Any]) -> None:

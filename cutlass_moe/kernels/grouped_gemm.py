@@ -362,12 +362,14 @@ class GroupedGemm:
                         width = self.token_widths[i]
                         fetched = self.store.fetch(width, expert, first_row, tokens, first_output, consumer)
                         accumulator, stage, phase = self._multiply(width, consumer, stage, phase)
-                        # Now and not behind the stores: the scheduler waits for it before it draws the next.
-                        work, work_phase = self.queue.take(work_phase)
+                        if cutlass.const_expr(self.ping_pong):
+                            # The other warpgroup's tile, which is not this one's. Now and not behind the stores: the
+                            # scheduler waits for it before it draws the next.
+                            work, work_phase = self.queue.take(work_phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
                 if cutlass.const_expr(self.ping_pong):
-                    stage, phase = self._skip(stage, phase)  # that tile is the other warpgroup's
-                    work, work_phase = self.queue.take(work_phase)
+                    stage, phase = self._skip(stage, phase)
+                work, work_phase = self.queue.take(work_phase)
         # A CTA must not leave while its peer may still write to it or arrive on its barriers.
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()

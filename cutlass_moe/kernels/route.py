@@ -146,7 +146,7 @@ def place_kernel(
         if thread < cute.size(tile_counters_2):
             tile_counters_2[thread] = Int32(0)
 
-    for _ in cutlass.range(rounds):
+    for r in cutlass.range(rounds):
         s_experts[thread] = expert
         cute.arch.sync_threads()
         if expert >= 0:
@@ -163,7 +163,8 @@ def place_kernel(
         if expert >= 0:
             cute.arch.atomic_add(s_next_row.iterator + expert, Int32(1))
         slot += THREADS
-        expert = expert_at(slot, ids_TK, experts)
+        if r + 1 < rounds:
+            expert = expert_at(slot, ids_TK, experts)
 
 
 @cute.jit

@@ -55,7 +55,9 @@ def all_tiles(count: Int32) -> Int32:
 def tile_begin(rows: Int32, tiles: Int32, tile: Int32) -> Int32:
     """First row, within its expert, of token tile `tile` of `tiles`; of tile == tiles the end, up to a granule more."""
     granules = (rows + (ROW_GRANULE - 1)) // ROW_GRANULE
-    return granules * tile // tiles * ROW_GRANULE
+    each = granules // tiles
+    rest = granules - each * tiles  # the last so many tiles have one more
+    return (tile * each + cutlass.max(0, tile - (tiles - rest))) * ROW_GRANULE
 
 
 @cute.jit

@@ -16,7 +16,7 @@ from epilogues.base import as_tuple, stored_planes
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
-KEPT_BYTES = 2**28  # of an output, at most, for it to be kept in L2; measured, up to a factor
+KEPT_BYTES = 2**28  # of an output, below which it is kept in L2; measured, up to a factor
 FIRST_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
 DTYPES = {"float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -114,7 +114,7 @@ class TileStore:
         output only pushes out the operands of the tiles that run side by side."""
         rows, outputs = out_MN.shape
         policy = Int64(EVICT_LAST)
-        if Int64(rows) * outputs * (out_MN.element_type.width // 8) > KEPT_BYTES:
+        if Int64(rows) * outputs * (out_MN.element_type.width // 8) >= KEPT_BYTES:
             policy = Int64(EVICT_NORMAL)
         return policy
 
