@@ -20,7 +20,7 @@ BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
-GATHER_WARPS = 4  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
+GATHER_WARPS = 3  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 

@@ -38,8 +38,8 @@ class GroupedGemm:
     | warpgroup | registers | does |
     |---|---|---|
     | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
-    | | | with `gather` all four warps load, each its share of the tile's rows, one TMA a row |
-    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next work numbers |
+    | | | with `gather` warps 0 to 2 load, each its share of the tile's rows, one TMA a row |
+    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next tiles |
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
@@ -51,9 +51,9 @@ class GroupedGemm:
     Persistent: cluster c starts with work number c of `tile_scheduler` and then takes what comes next, from a counter
     in global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose
     numbers are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each
-    reads the same bytes from HBM again. `WorkQueue` passes a number from the scheduler to all roles; every role locates
-    the tile itself, in a table of the experts' tiles that is made in shared memory at the start. Which cluster computes
-    a tile changes nothing in its result.
+    reads the same bytes from HBM again. The scheduler locates a number's tile in a table of the experts' tiles, made in
+    shared memory at the start, and `WorkQueue` passes it to all roles; only the first tile every role locates itself.
+    Which cluster computes a tile changes nothing in its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -277,49 +277,52 @@ class GroupedGemm:
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         work = block // self.cluster
-        token_tiles = tile_scheduler.all_tiles(s_tile_starts[experts])
-        work_end = token_tiles * feature_tiles
+        # Of a tile: its expert, its place along the weight rows (of a whole cluster), its first row, its number of rows.
+        expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
+            work, feature_tiles, experts, s_offsets, s_tile_starts
+        )
         stage = Int32(0)
         phase = Int32(0)
-        work_phase = Int32(0)
+        tile_phase = Int32(0)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            clusters = grid // self.cluster
-            schedules = warp == SCHEDULER_WARP and rank == 0
             # Where the reduction is long, and many experts have several token tiles.
+            token_tiles = tile_scheduler.all_tiles(s_tile_starts[experts])
             together = self.reduction_tiles >= LONG_REDUCTION and token_tiles > experts
-            if cutlass.const_expr(not self.gather):
-                if schedules:
-                    while work < work_end:
-                        work = self.queue.draw(clusters, work_phase, together, work_end)
-                        work_phase ^= 1
+            if warp == SCHEDULER_WARP and rank == 0:
+                while tokens > 0:
+                    work = self.queue.draw(
+                        grid // self.cluster, tile_phase, together, token_tiles * feature_tiles
+                    )
+                    expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
+                        work, feature_tiles, experts, s_offsets, s_tile_starts
+                    )
+                    self.queue.hand_out((expert, feature_tile, first_row, tokens), tile_phase)
+                    tile_phase ^= 1
+                if cutlass.const_expr(self.ping_pong):
+                    # One more than tiles: a warpgroup always takes two at a time.
+                    self.queue.hand_out((expert, feature_tile, first_row, tokens), tile_phase)
             if warp < loaders:
                 primed = Int32(0)  # stages of the first tile that hold their weights already
                 if early:
-                    if warp == 0 and work < work_end:
-                        expert, feature_tile, _, tokens = tile_scheduler.locate_tile(
-                            work, feature_tiles, experts, s_offsets, s_tile_starts
-                        )
+                    if warp == 0 and tokens > 0:
                         primed = cutlass.min(self.reduction_tiles, Int32(self.stages))
                         to_weights, from_weights = self._partition_weights(
                             tma_weights, weights_NKE, feature_tile, expert
                         )
-                        policy = self._weights_policy(s_tile_starts, expert)
+                        policy = self._weights_policy(s_offsets, expert, tokens)
                         for k in cutlass.range(primed):
                             self._load_weights(tma_weights, from_weights, to_weights, policy, tokens, k, k)
                     cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
-                while work < work_end:
-                    expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
-                        work, feature_tiles, experts, s_offsets, s_tile_starts
-                    )
+                while tokens > 0:
                     to_weights, from_weights = self._partition_weights(tma_weights, weights_NKE, feature_tile, expert)
                     stage, phase = self._load_tile(
                         tma_weights,
                         from_weights,
                         to_weights,
-                        self._weights_policy(s_tile_starts, expert),
+                        self._weights_policy(s_offsets, expert, tokens),
                         tma_rows,
                         rows_MK,
                         first_row,
@@ -329,16 +332,9 @@ class GroupedGemm:
                         phase,
                     )
                     primed = Int32(0)
-                    if cutlass.const_expr(self.gather):
-                        if schedules:
-                            self.queue.draw(clusters, work_phase)
-                    elif together:
+                    if together and warp == 0:
                         self.queue.ask()
-                    work, work_phase = self.queue.take(work_phase)
-            if cutlass.const_expr(self.ping_pong):
-                # One number more than tiles: a warpgroup always takes two at a time.
-                if schedules:
-                    self.queue.put(work_end, work_phase)
+                    (expert, feature_tile, first_row, tokens), tile_phase = self.queue.take(tile_phase)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if early:
@@ -349,11 +345,8 @@ class GroupedGemm:
                 if consumer == 1:
                     stage, phase = self._skip(stage, phase)
                     self._pass_turn(consumer)
-                    work, work_phase = self.queue.take(work_phase)
-            while work < work_end:
-                expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
-                    work, feature_tiles, experts, s_offsets, s_tile_starts
-                )
+                    (expert, feature_tile, first_row, tokens), tile_phase = self.queue.take(tile_phase)
+            while tokens > 0:
                 first_output = (feature_tile * self.cluster + rank) * self.tile_outputs
                 # One branch for each compiled width: the WGMMA's N is part of the instruction.
                 for i in cutlass.range_constexpr(len(self.token_widths)):
@@ -365,11 +358,11 @@ class GroupedGemm:
                         if cutlass.const_expr(self.ping_pong):
                             # The other warpgroup's tile, which is not this one's. Now and not behind the stores: the
                             # scheduler waits for it before it draws the next.
-                            work, work_phase = self.queue.take(work_phase)
+                            tile_phase = self.queue.skip(tile_phase)
                         self.store.store(width, accumulator, fetched, first_row, tokens, first_output, consumer)
                 if cutlass.const_expr(self.ping_pong):
                     stage, phase = self._skip(stage, phase)
-                work, work_phase = self.queue.take(work_phase)
+                (expert, feature_tile, first_row, tokens), tile_phase = self.queue.take(tile_phase)
         # A CTA must not leave while its peer may still write to it or arrive on its barriers.
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
@@ -395,11 +388,11 @@ class GroupedGemm:
         )
 
     @cute.jit
-    def _weights_policy(self, tile_starts_E1: cute.Tensor, expert: Int32) -> Int64:
+    def _weights_policy(self, offsets_E1: cute.Tensor, expert: Int32, tokens: Int32) -> Int64:
         """The weights of one token tile are a stream that must not push the activations out of L2; those of several,
         which run side by side, must stay until the last has read them."""
         policy = Int64(EVICT_FIRST)
-        if tile_starts_E1[expert + 1] - tile_starts_E1[expert] > 1:
+        if offsets_E1[expert + 1] - offsets_E1[expert] > tokens:
             policy = Int64(EVICT_NORMAL)
         return policy
 

@@ -85,15 +85,18 @@ def mix(work: Int32, tiles: Int32):
     """
     total = all_tiles(tiles)
     singles = of_kind(tiles, Boolean(False))
-    turn = work // total
-    place = work - turn * total
-    # place * singles // total of a round's first `place` numbers are singles: at most one for each expert, so that no
-    # product overflows.
-    singles_before = place * singles // total
-    several = place * singles - singles_before * total + singles < total
-    number = turn * singles + singles_before
-    if several:
-        number = turn * (total - singles) + place - singles_before
+    several = singles == 0
+    number = work
+    if singles > 0 and singles < total:
+        turn = work // total
+        place = work - turn * total
+        # place * singles // total of a round's first `place` numbers are singles: at most one for each expert, so that
+        # no product overflows.
+        singles_before = place * singles // total
+        several = place * singles - singles_before * total + singles < total
+        number = turn * singles + singles_before
+        if several:
+            number = turn * (total - singles) + place - singles_before
     return several, number
 
 
@@ -105,26 +108,30 @@ def locate_tile(
     offsets_E1: cute.Tensor,
     tile_starts_E1: cute.Tensor,
 ):
-    """Work number `work` -> (expert, feature tile, first row, rows).
+    """Work number `work` -> (expert, feature tile, first row, rows); no rows behind the last tile.
 
     Args:
-        work: 0 <= work < all_tiles(tile_starts_E1[experts]) * feature_tiles.
+        work: from 0; all_tiles(tile_starts_E1[experts]) * feature_tiles is the first without a tile.
         feature_tiles: tiles of the weight rows (of a whole cluster).
         offsets_E1: first row of each expert, then the number of rows.
         tile_starts_E1: token tiles before each expert, then of all, counted by kind.
     """
-    several, number = mix(work, tile_starts_E1[experts])
-    expert = find_expert(tile_starts_E1, experts, number // feature_tiles, several)
-    first_tile = of_kind(tile_starts_E1[expert], several)
-    token_tiles = of_kind(tile_starts_E1[expert + 1], several) - first_tile
-    inner = number - first_tile * feature_tiles
-    feature_tile = inner // token_tiles
-    token_tile = inner - feature_tile * token_tiles
-    first_row = offsets_E1[expert]
-    rows = offsets_E1[expert + 1] - first_row
-    begin = tile_begin(rows, token_tiles, token_tile)
-    end = cutlass.min(tile_begin(rows, token_tiles, token_tile + 1), rows)
-    return expert, feature_tile, first_row + begin, end - begin
+    expert, feature_tile, first_row, tile_rows = Int32(0), Int32(0), Int32(0), Int32(0)
+    tiles = tile_starts_E1[experts]
+    if work < all_tiles(tiles) * feature_tiles:
+        several, number = mix(work, tiles)
+        expert = find_expert(tile_starts_E1, experts, number // feature_tiles, several)
+        first_tile = of_kind(tile_starts_E1[expert], several)
+        token_tiles = of_kind(tile_starts_E1[expert + 1], several) - first_tile
+        inner = number - first_tile * feature_tiles
+        feature_tile = inner // token_tiles
+        token_tile = inner - feature_tile * token_tiles
+        first_row = offsets_E1[expert]
+        rows = offsets_E1[expert + 1] - first_row
+        begin = tile_begin(rows, token_tiles, token_tile)
+        tile_rows = cutlass.min(tile_begin(rows, token_tiles, token_tile + 1), rows) - begin
+        first_row += begin
+    return expert, feature_tile, first_row, tile_rows
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""Which tile a cluster takes next: drawn from a counter in global memory by one warp, told to all the others."""
+"""Which tile a cluster takes next: drawn from a counter in global memory by one warp, which tells all the others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ POLLS = 100  # at most: clusters must go on without those that have no SM. Ten a
 
 
 class WorkQueue:
-    """Passes the work numbers of a cluster, one at a time, from the warp that draws them to every warp that reads
+    """Passes the tiles of a cluster, one at a time, from the warp that draws their numbers to every warp that works on
     them.
 
-    A number lies in `s_number` of each CTA. `full` there counts the bytes of its arrival; `empty`, in the cluster's
-    first CTA, counts an arrival of each warp of the cluster that has read it. All sides keep the phase of the next
-    number.
+    A tile is four int32, which mean nothing here. They lie in `s_tile` of each CTA. `full` there counts the bytes of
+    their arrival; `empty`, in the cluster's first CTA, counts an arrival of each warp of the cluster that has read
+    them. All sides keep the phase of the next tile.
 
-    A number is not drawn before all have read the one before: a number drawn long ago is as good as dealt out
+    A number is not drawn before all have read the tile before: a number drawn long ago is as good as dealt out
     beforehand, and clusters that share weights would drift apart.
 
     Long tiles drift apart even so, by their widths, and clusters that read the same bytes at different times read them
@@ -35,7 +35,7 @@ class WorkQueue:
     def bind(self, smem: Any, tile_counter_1: cute.Tensor) -> None:
         """Takes the counter, int32 [1], 0 when the kernel starts, and shared memory."""
         self.counter = tile_counter_1
-        self.s_number = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        self.s_tile = smem.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
         self.full = smem.allocate_array(Int64, 1)
         self.empty = smem.allocate_array(Int64, 1)
         self.asked = smem.allocate_array(Int64, 1)
@@ -48,10 +48,10 @@ class WorkQueue:
         cute.arch.mbarrier_init(self.asked, 1)
 
     @cute.jit
-    def draw(self, clusters: Int32, phase: Int32, together: Boolean | bool = False, numbers: Int32 | int = 0) -> Int32:
-        """Draws a number, in a warp of the first CTA, and hands it out; with `together` when that CTA has asked for it,
-        and most of its wave have drawn. The first `clusters` of all `numbers` are not drawn: every cluster starts with
-        its own."""
+    def draw(self, clusters: Int32, phase: Int32, together: Boolean, numbers: Int32) -> Int32:
+        """Draws a number, in a warp of the first CTA, when all have read the tile before; with `together` when that CTA
+        has asked for it, too, and returns when most of its wave have drawn. The first `clusters` of all `numbers` are
+        not drawn: every cluster starts with its own."""
         cute.arch.mbarrier_wait(self.empty, phase ^ 1)
         if together:
             cute.arch.mbarrier_wait(self.asked, phase)
@@ -61,7 +61,6 @@ class WorkQueue:
         number = clusters + cute.arch.shuffle_sync(drawn, 0)
         if together:
             self._wait_for_wave(number, clusters, numbers)
-        self._hand_out(number)
         return number
 
     @cute.jit
@@ -79,33 +78,40 @@ class WorkQueue:
 
     @cute.jit
     def ask(self):
-        """By a whole warp of each CTA: its tile's loads are on the way, the next number is wanted. The first CTA's
+        """By one whole warp of each CTA: its tile's loads are on the way, the next number is wanted. The first CTA's
         counts."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.asked)
 
     @cute.jit
-    def put(self, number: Int32, phase: Int32):
-        """Hands out a number that was not drawn."""
+    def hand_out(self, tile: tuple, phase: Int32):
+        """Writes a tile to every CTA of the cluster, lane i to CTA i, when all have read the one before."""
         cute.arch.mbarrier_wait(self.empty, phase ^ 1)
-        self._hand_out(number)
-
-    @cute.jit
-    def _hand_out(self, number: Int32):
-        """Writes a number to every CTA of the cluster: lane i to CTA i."""
         lane = cute.arch.lane_idx()
         if lane < self.cluster:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full, 4, lane)
-            cute.arch.store_async_dsmem(self.s_number.iterator, number, self.full, lane)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full, 16, lane)
+            cute.arch.store_async_dsmem(self.s_tile.iterator, tile, self.full, lane)
 
     @cute.jit
     def take(self, phase: Int32):
-        """Reads a number, for a whole warp. Returns it and the phase of the one after it."""
+        """Reads a tile, for a whole warp. Returns it and the phase of the one after it."""
         cute.arch.mbarrier_wait(self.full, phase)
-        number = cute.arch.make_warp_uniform(self.s_number[0])
+        values = self.s_tile.load()
+        tile = tuple(cute.arch.make_warp_uniform(values[i]) for i in range(4))
+        self._arrive()
+        return tile, phase ^ 1
+
+    @cute.jit
+    def skip(self, phase: Int32) -> Int32:
+        """Lets a tile pass that is another warp's alone. Returns the phase of the one after it."""
+        cute.arch.mbarrier_wait(self.full, phase)
+        self._arrive()
+        return phase ^ 1
+
+    @cute.jit
+    def _arrive(self):
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(self.cluster > 1):
                 cute.arch.mbarrier_arrive(self.empty, 0)
             else:  # through a cluster's address it might come after the CTA has left
                 cute.arch.mbarrier_arrive(self.empty)
-        return number, phase ^ 1
