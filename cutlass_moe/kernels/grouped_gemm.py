@@ -17,10 +17,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cutlass_moe.config import CONSUMERS, GATHER_WARPS, LONG_REDUCTION, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
-from cutlass_moe.kernels import tile_scheduler
+from cutlass_moe.kernels import tile_scheduler, work_queue
 from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_NORMAL
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
-from cutlass_moe.kernels.work_queue import WorkQueue
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -52,8 +51,8 @@ class GroupedGemm:
     in global memory. So clusters that are done early take more, and the tiles that share weights or tokens, whose
     numbers are neighbours, run side by side to the end: with numbers dealt out beforehand they drift apart, and each
     reads the same bytes from HBM again. The scheduler locates a number's tile in a table of the experts' tiles, made in
-    shared memory at the start, and `WorkQueue` passes it to all roles; only the first tile every role locates itself.
-    Which cluster computes a tile changes nothing in its result.
+    shared memory at the start, and `WorkQueue` passes it to all roles. Which cluster computes a tile changes nothing in
+    its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
     offsets and fills its first stages with weights before it waits for that one; see `__call__`.
@@ -78,7 +77,7 @@ class GroupedGemm:
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that read one stage
         self.blocks = config.consumer_blocks
         self.store = TileStore(spec)
-        self.queue = WorkQueue(config.cluster)
+        self.queue = work_queue.WorkQueue(config.cluster)
 
     @cute.jit
     def __call__(
@@ -237,8 +236,10 @@ class GroupedGemm:
             self.dtype, rows_layout.outer, byte_alignment=ALIGNMENT, swizzle=rows_layout.inner
         )
         self.store.bind(smem, epilogue_arguments, row_index_M, out_MN, swap)
-        s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
-        s_tile_starts = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
+        s_offsets, s_tile_starts, s_warps, s_tile = (
+            smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
+            for count in (MAX_EXPERTS + 1, MAX_EXPERTS + 1, self.threads // 32, 4)
+        )
         self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
@@ -255,32 +256,27 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
                 self.queue.initialize((loaders + 4 * CONSUMERS) * self.cluster)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()  # the fence behind the barriers' initialisation is release enough
         if not early:
             cute.arch.griddepcontrol_wait()
 
-        experts = cute.size(offsets_E1) - 1
-        for i in cutlass.range(thread, experts, self.threads):
-            begin, end = offsets_E1[i], offsets_E1[i + 1]
-            s_offsets[i + 1] = end
-            tiles = tile_scheduler.count_token_tiles(end - begin, self.token_widths[-1])
-            s_tile_starts[i] = tile_scheduler.count_by_kind(tiles)
-        if thread == 0:
-            s_offsets[0] = offsets_E1[0]
-        cute.arch.sync_threads()
-        if warp == 0:
-            tile_scheduler.prefix_sum_by_warp(s_tile_starts, experts, cute.arch.lane_idx())
-        cute.arch.sync_threads()
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()  # the fence behind the barriers' initialisation is release enough
-            cute.arch.cluster_wait()
-
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
-        work = block // self.cluster
-        # Of a tile: its expert, its place along the weight rows (of a whole cluster), its first row, its number of rows.
-        expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
-            work, feature_tiles, experts, s_offsets, s_tile_starts
+        tile_scheduler.fill_tables(
+            offsets_E1,
+            self.token_widths[-1],
+            block // self.cluster,
+            feature_tiles,
+            s_offsets,
+            s_tile_starts,
+            s_warps,
+            s_tile,
         )
+        # Of a tile: its expert, its place along the weight rows (of a whole cluster), its first row, its number of rows.
+        expert, feature_tile, first_row, tokens = work_queue.read_tile(s_tile)
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_wait()
         stage = Int32(0)
         phase = Int32(0)
         tile_phase = Int32(0)
@@ -288,6 +284,7 @@ class GroupedGemm:
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             # Where the reduction is long, and many experts have several token tiles.
+            experts = cute.size(offsets_E1) - 1
             token_tiles = tile_scheduler.all_tiles(s_tile_starts[experts])
             together = self.reduction_tiles >= LONG_REDUCTION and token_tiles > experts
             if warp == SCHEDULER_WARP and rank == 0:

@@ -107,6 +107,7 @@ def place_kernel(
     s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
     s_next_row = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
     s_experts = smem.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
+    s_warps = smem.allocate_tensor(Int32, cute.make_layout(THREADS // 32), byte_alignment=16)
     for e in cutlass.range(thread, experts, THREADS):
         s_offsets[e] = Int32(0)
     cute.arch.sync_threads()
@@ -135,8 +136,13 @@ def place_kernel(
             s_offsets[e] = total
             s_next_row[e] = before
     cute.arch.sync_threads()
-    if warp == 0:
-        tile_scheduler.prefix_sum_by_warp(s_offsets, experts, cute.arch.lane_idx())
+    mine = 2 * thread  # and the next
+    first, second = Int32(0), Int32(0)
+    if mine < experts:
+        first = s_offsets[mine]
+    if mine + 1 < experts:
+        second = s_offsets[mine + 1]
+    tile_scheduler.sum_up(first, second, experts, s_offsets, s_warps)
     cute.arch.sync_threads()
     for e in cutlass.range(thread, experts, THREADS):
         s_next_row[e] = s_next_row[e] + s_offsets[e]

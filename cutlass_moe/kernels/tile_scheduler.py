@@ -1,7 +1,7 @@
 """Which tile a CTA works on: integer logic over the experts' row counts, read on the device.
 
-Every function here is plain integer arithmetic on tensors, so it also runs on the host: the CPU tests call the very
-source that the kernels use. Only `prefix_sum_by_warp` needs a warp.
+Most functions here are plain integer arithmetic on tensors, so they also run on the host: the CPU tests call the very
+source that the kernels use. Only `sum_up` and `fill_tables` need a CTA.
 
 An expert's rows are split evenly, in granules of 16, over the fewest tiles of at most `tile_tokens` rows: 257 rows
 under a width of 256 are two tiles of 128 and 129, not one of 256 and one of 1; and no more than one granule of an
@@ -101,6 +101,27 @@ def mix(work: Int32, tiles: Int32):
 
 
 @cute.jit
+def tile_of_expert(
+    number: Int32, feature_tiles: Int32, expert: Int32, offsets_E1: cute.Tensor, first_tile: Int32, token_tiles: Int32
+):
+    """Number among the work of a kind, of this expert -> (expert, feature tile, first row, rows).
+
+    Args:
+        feature_tiles: tiles of the weight rows (of a whole cluster).
+        offsets_E1: first row of each expert, then the number of rows.
+        first_tile, token_tiles: of this kind the token tiles before the expert, and its own.
+    """
+    inner = number - first_tile * feature_tiles
+    feature_tile = inner // token_tiles
+    token_tile = inner - feature_tile * token_tiles
+    first_row = offsets_E1[expert]
+    rows = offsets_E1[expert + 1] - first_row
+    begin = tile_begin(rows, token_tiles, token_tile)
+    end = cutlass.min(tile_begin(rows, token_tiles, token_tile + 1), rows)
+    return expert, feature_tile, first_row + begin, end - begin
+
+
+@cute.jit
 def locate_tile(
     work: Int32,
     feature_tiles: Int32,
@@ -108,54 +129,104 @@ def locate_tile(
     offsets_E1: cute.Tensor,
     tile_starts_E1: cute.Tensor,
 ):
-    """Work number `work` -> (expert, feature tile, first row, rows); no rows behind the last tile.
+    """Work number `work` -> its tile, as `tile_of_expert` returns it; no rows behind the last tile.
 
     Args:
         work: from 0; all_tiles(tile_starts_E1[experts]) * feature_tiles is the first without a tile.
-        feature_tiles: tiles of the weight rows (of a whole cluster).
-        offsets_E1: first row of each expert, then the number of rows.
+        feature_tiles, offsets_E1: as there.
         tile_starts_E1: token tiles before each expert, then of all, counted by kind.
     """
-    expert, feature_tile, first_row, tile_rows = Int32(0), Int32(0), Int32(0), Int32(0)
+    tile = Int32(0), Int32(0), Int32(0), Int32(0)
     tiles = tile_starts_E1[experts]
     if work < all_tiles(tiles) * feature_tiles:
         several, number = mix(work, tiles)
         expert = find_expert(tile_starts_E1, experts, number // feature_tiles, several)
         first_tile = of_kind(tile_starts_E1[expert], several)
         token_tiles = of_kind(tile_starts_E1[expert + 1], several) - first_tile
-        inner = number - first_tile * feature_tiles
-        feature_tile = inner // token_tiles
-        token_tile = inner - feature_tile * token_tiles
-        first_row = offsets_E1[expert]
-        rows = offsets_E1[expert + 1] - first_row
-        begin = tile_begin(rows, token_tiles, token_tile)
-        tile_rows = cutlass.min(tile_begin(rows, token_tiles, token_tile + 1), rows) - begin
-        first_row += begin
-    return expert, feature_tile, first_row, tile_rows
+        tile = tile_of_expert(number, feature_tiles, expert, offsets_E1, first_tile, token_tiles)
+    return tile
 
 
 @cute.jit
-def prefix_sum_by_warp(table: cute.Tensor, length: Int32, lane: Int32):
-    """In place, by the 32 lanes of one warp: table[i] becomes table[0] + ... + table[i - 1], for 0 <= i <= length.
+def sum_up(first: Int32, second: Int32, length: Int32, sums_N1: cute.Tensor, s_warps: cute.Tensor):
+    """By a whole CTA: sums_N1[i] becomes the sum of the first i values, for 0 <= i <= length <= 2 * threads.
 
-    `table` has length + 1 entries in shared memory, the last one unset. Each lane adds up one contiguous segment; the
-    segments are then scanned across the warp.
+    Thread t brings values 2t and 2t + 1, zeros from `length` on. A barrier is inside; the sums are complete behind the
+    next.
+
+    Args:
+        sums_N1: in shared memory.
+        s_warps: shared memory for an int32 of each of the CTA's warps.
+
+    Returns:
+        The sum before this thread's values, and the sum of all.
     """
-    segment = (length + 31) // 32
-    begin = cutlass.min(lane * segment, length)
-    end = cutlass.min(begin + segment, length)
-    total = Int32(0)
-    for i in cutlass.range(begin, end):
-        total += table[i]
-    inclusive = total
+    thread, _, _ = cute.arch.thread_idx()
+    lane = cute.arch.lane_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    inclusive = first + second
     for step in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
         if lane >= (1 << step):
             inclusive += below
-    running = inclusive - total
-    for i in cutlass.range(begin, end):
-        count = table[i]
-        table[i] = running
-        running += count
     if lane == 31:
-        table[length] = inclusive
+        s_warps[warp] = inclusive
+    cute.arch.sync_threads()
+    total = Int32(0)
+    before = inclusive - first - second
+    for w in cutlass.range_constexpr(cute.size(s_warps)):
+        if w < warp:
+            before += s_warps[w]
+        total += s_warps[w]
+    if thread == 0:
+        sums_N1[0] = Int32(0)
+    if 2 * thread < length:
+        sums_N1[2 * thread + 1] = before + first
+    if 2 * thread + 1 < length:
+        sums_N1[2 * thread + 2] = before + first + second
+    return before, total
+
+
+@cute.jit
+def fill_tables(
+    offsets_E1: cute.Tensor,
+    tile_tokens: cutlass.Constexpr[int],
+    work: Int32,
+    feature_tiles: Int32,
+    s_offsets_E1: cute.Tensor,
+    s_tile_starts_E1: cute.Tensor,
+    s_warps: cute.Tensor,
+    s_tile: cute.Tensor,
+):
+    """By a whole CTA: fills the two tables in shared memory that `locate_tile` searches, and s_tile with what it would
+    find for `work`: the thread that counts that tile's expert needs no search. Complete on return."""
+    thread, _, _ = cute.arch.thread_idx()
+    experts = cute.size(offsets_E1) - 1
+    expert = 2 * thread
+    # Past the last expert its end again: no rows.
+    first_row, second_row, end_row = (offsets_E1[cutlass.min(expert + i, experts)] for i in range(3))
+    if thread == 0:
+        s_offsets_E1[0] = first_row
+        for i in cutlass.range_constexpr(4):
+            s_tile[i] = Int32(0)
+    if expert < experts:
+        s_offsets_E1[expert + 1] = second_row
+    if expert + 1 < experts:
+        s_offsets_E1[expert + 2] = end_row
+    first = count_by_kind(count_token_tiles(second_row - first_row, tile_tokens))
+    second = count_by_kind(count_token_tiles(end_row - second_row, tile_tokens))
+    before, tiles = sum_up(first, second, experts, s_tile_starts_E1, s_warps)
+    several, number = mix(work, tiles)
+    begin = of_kind(before, several)
+    middle = of_kind(before + first, several)
+    end = of_kind(before + first + second, several)
+    if number >= begin * feature_tiles and number < end * feature_tiles:
+        if number < middle * feature_tiles:
+            end = middle
+        else:
+            begin = middle
+            expert += 1
+        found = tile_of_expert(number, feature_tiles, expert, s_offsets_E1, begin, end - begin)
+        for i in cutlass.range_constexpr(4):
+            s_tile[i] = found[i]
+    cute.arch.sync_threads()

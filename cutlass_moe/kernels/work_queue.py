@@ -13,6 +13,13 @@ QUORUM_TENTHS = 7
 POLLS = 100  # at most: clusters must go on without those that have no SM. Ten are too few (trials 18)
 
 
+@cute.jit
+def read_tile(s_tile: cute.Tensor):
+    """A tile in shared memory, as values that the compiler knows to be the warp's."""
+    values = s_tile.load()
+    return tuple(cute.arch.make_warp_uniform(values[i]) for i in range(4))
+
+
 class WorkQueue:
     """Passes the tiles of a cluster, one at a time, from the warp that draws their numbers to every warp that works on
     them.
@@ -96,8 +103,7 @@ class WorkQueue:
     def take(self, phase: Int32):
         """Reads a tile, for a whole warp. Returns it and the phase of the one after it."""
         cute.arch.mbarrier_wait(self.full, phase)
-        values = self.s_tile.load()
-        tile = tuple(cute.arch.make_warp_uniform(values[i]) for i in range(4))
+        tile = read_tile(self.s_tile)
         self._arrive()
         return tile, phase ^ 1
 
