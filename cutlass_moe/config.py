@@ -20,7 +20,7 @@ BARRIER_BYTES = 1024  # mbarriers and alignment slack
 STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatrix fall into different banks
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
-GATHER_WARPS = 3  # producer warps that load gathered rows; each keeps up to 32 of a tile's row numbers, one a lane
+PRODUCER_WARPS = 4  # of a GEMM CTA
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
@@ -68,6 +68,12 @@ class GemmConfig:
         features, widths, cluster, ping_pong, gather = match.groups()
         token_widths = tuple(int(width) for width in widths.split("_"))
         return cls(int(features), token_widths, int(cluster), ping_pong is not None, gather is not None)
+
+    @property
+    def loaders(self) -> int:
+        """Warps of a cluster that load rows: one in each CTA, and of gathered rows all producer warps but the one that
+        draws tiles."""
+        return PRODUCER_WARPS * self.cluster - 1 if self.gather else self.cluster
 
     @property
     def tile_tokens(self) -> int:
@@ -204,8 +210,8 @@ def why_not_implementable(config: GemmConfig, epilogue: Epilogue) -> str | None:
         return f"token_widths must be multiples of 8, and of 16 beyond 256 (two instructions of half), got {widths}"
     if config.tile_tokens % ROW_GRANULE:
         return f"the largest token width must be a multiple of {ROW_GRANULE}, got {config.tile_tokens}"
-    if config.gather and config.tile_tokens > 32 * GATHER_WARPS * config.cluster:
-        most = 32 * GATHER_WARPS * config.cluster
+    most = 32 * config.loaders  # a lane keeps the number of a row
+    if config.gather and config.tile_tokens > most:
         return f"gather in a cluster of {config.cluster} takes tiles of at most {most} tokens, got {config.tile_tokens}"
     if config.accumulator_registers > MAX_ACCUMULATOR_REGISTERS:
         return (

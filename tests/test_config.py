@@ -11,7 +11,7 @@ import pytest
 from cutlass_moe import heuristics
 from cutlass_moe.aot.catalogue import catalogue
 from cutlass_moe.aot.specs import gemm_specs
-from cutlass_moe.config import GATHER_WARPS, GemmConfig, GemmSpec, why_not_implementable
+from cutlass_moe.config import GemmConfig, GemmSpec, why_not_implementable
 from cutlass_moe.heuristics import choose_gemm_config, configs_of, look_up
 from epilogues import Identity, RoutingScale, SiluGate
 
@@ -42,10 +42,9 @@ def test_what_is_no_name(name: str) -> None:
         GemmConfig.from_name(name)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_widest_tile_that_gathers(cluster: int) -> None:
-    """A lane keeps one row number: 32 for each warp that loads, in every CTA of the cluster."""
-    most = 32 * GATHER_WARPS * cluster
+@pytest.mark.parametrize(("cluster", "most"), [(1, 96), (2, 224)])
+def test_widest_tile_that_gathers(cluster: int, most: int) -> None:
+    """A lane keeps one row number: 32 for each producer warp of the cluster but the one that draws tiles."""
     widest = GemmConfig(128, (most,), cluster, gather=True)
     wider = replace(widest, token_widths=(most + 16,))
     assert why_not_implementable(widest, SiluGate()) is None

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from cutlass_moe.config import CONSUMERS, GATHER_WARPS, LONG_REDUCTION, MAX_EXPERTS, REDUCTION_TILE, GemmSpec
+from cutlass_moe.config import CONSUMERS, LONG_REDUCTION, MAX_EXPERTS, PRODUCER_WARPS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler, work_queue
 from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_NORMAL
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
@@ -25,7 +25,7 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 WGMMA_K = 16
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
-SCHEDULER_WARP = 3  # of the producer warpgroup
+SCHEDULER_WARP = PRODUCER_WARPS - 1
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
 
 
@@ -37,7 +37,7 @@ class GroupedGemm:
     | warpgroup | registers | does |
     |---|---|---|
     | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
-    | | | with `gather` warps 0 to 2 load, each its share of the tile's rows, one TMA a row |
+    | | | with `gather` all warps but the scheduler load, each its share of the tile's rows, one TMA a row |
     | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next tiles |
     | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
@@ -72,6 +72,7 @@ class GroupedGemm:
         self.cluster = config.cluster
         self.ping_pong = config.ping_pong
         self.gather = config.gather
+        self.loaders = config.loaders
         self.stages = config.stages(spec.epilogue)
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that read one stage
@@ -245,7 +246,9 @@ class GroupedGemm:
         self.empty = smem.allocate_array(Int64, self.stages)
         self.queue.bind(smem, tile_counter_1)
         self.rank = rank
-        loaders = GATHER_WARPS if cutlass.const_expr(self.gather) else 1
+        loaders = Int32(1)  # of this CTA
+        if cutlass.const_expr(self.gather):
+            loaders = PRODUCER_WARPS - 1 + rank
 
         if warp == 0:
             cpasync.prefetch_descriptor(tma_weights)
@@ -254,7 +257,7 @@ class GroupedGemm:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(self.full + s, loaders)
                     cute.arch.mbarrier_init(self.empty + s, self.sharers * 4 * self.cluster)
-                self.queue.initialize((loaders + 4 * CONSUMERS) * self.cluster)
+                self.queue.initialize(self.loaders + 4 * CONSUMERS * self.cluster)
             cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()  # the fence behind the barriers' initialisation is release enough
@@ -435,16 +438,17 @@ class GroupedGemm:
         """Producer: one stage for each reduction tile. Its boxes of tokens are shared out among the CTAs of the
         cluster, and where each is one gathered row among their producer warps, too; warp 0 loads the weights."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_box, step = self.rank, self.cluster
+        first_box = self.rank
         if cutlass.const_expr(self.gather):
-            first_box, step = warp * self.cluster + self.rank, GATHER_WARPS * self.cluster
-        boxes = cutlass.max(0, cute.ceil_div(cute.ceil_div(tokens, self.token_box) - first_box, step))
+            first_box = (PRODUCER_WARPS - 1) * self.rank + warp
+        boxes = cute.ceil_div(tokens, self.token_box)
+        boxes = cutlass.max(0, cute.ceil_div(boxes - first_box, self.loaders))
         source = Int32(0)
         if cutlass.const_expr(self.gather):
             # Lane i looks up the source of the i-th row of its warp.
             lane = cute.arch.lane_idx()
             if lane < boxes:
-                source = self.source_index_M[first_row + first_box + lane * step]
+                source = self.source_index_M[first_row + first_box + lane * self.loaders]
         else:
             rows_MK = cute.domain_offset((first_row, 0), rows_MK)
         to_rows, from_rows = self._partition_rows(tma_rows, rows_MK)
@@ -457,7 +461,7 @@ class GroupedGemm:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(self.full + stage)
             for i in cutlass.range(boxes, unroll=4 if cutlass.const_expr(self.gather) else 1):
-                self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * step, k, stage)
+                self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * self.loaders, k, stage)
             stage, phase = self._advance(stage, phase)
         return stage, phase
 

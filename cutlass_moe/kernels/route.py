@@ -11,7 +11,7 @@ atomics: their sums do not depend on the order.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutlass_moe.config import CHUNK_SLOTS, MAX_EXPERTS
@@ -44,6 +44,16 @@ def expert_at(slot: Int32, ids_TK: cute.Tensor, experts: Int32) -> Int32:
     if slot < cute.size(ids_TK):
         expert = expert_of(ids_TK[place_of(slot, ids_TK)], experts)
     return expert
+
+
+@cute.jit
+def weight_at(slot: Int32, weights_TK: cute.Tensor | None) -> Float32:
+    """The routing weight of a slot; 0 past the last slot, and where there are none."""
+    weight = Float32(0.0)
+    if cutlass.const_expr(weights_TK is not None):
+        if slot < cute.size(weights_TK):
+            weight = weights_TK[place_of(slot, weights_TK)].to(Float32)
+    return weight
 
 
 @cute.jit
@@ -117,6 +127,7 @@ def place_kernel(
     rounds = chunk_rounds(slots, chunks)
     slot = chunk * rounds * THREADS + thread
     expert = expert_at(slot, ids_TK, experts)
+    weight = weight_at(slot, weights_TK)  # long before it is stored: both loads are on the way together
 
     # Totals of each expert, and how many of them lie in earlier chunks.
     if chunks == 1:
@@ -162,7 +173,7 @@ def place_kernel(
             row_token_M[row] = token
             slot_row_TK[token, k] = row
             if cutlass.const_expr(weights_TK is not None):
-                row_weight_M[row] = weights_TK[token, k].to(cutlass.Float32)
+                row_weight_M[row] = weight
         elif slot < slots:
             slot_row_TK[place_of(slot, ids_TK)] = Int32(DROPPED)
         cute.arch.sync_threads()
@@ -171,6 +182,7 @@ def place_kernel(
         slot += THREADS
         if r + 1 < rounds:
             expert = expert_at(slot, ids_TK, experts)
+            weight = weight_at(slot, weights_TK)
 
 
 @cute.jit
