@@ -21,6 +21,7 @@ STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatri
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
 PRODUCER_WARPS = 4  # of a GEMM CTA
+GATHER_BOX = 4  # gathered rows that a warp loads at a time
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
@@ -81,9 +82,10 @@ class GemmConfig:
 
     @property
     def token_box(self) -> int:
-        """Rows of one TMA load of tokens by one CTA; a tile loads as many boxes as its tokens need."""
+        """Rows that a warp loads at a time: by one TMA load, or with `gather` by one for each row. A tile loads as many
+        boxes as its tokens need."""
         if self.gather:
-            return 1
+            return GATHER_BOX
         return 16 if self.tile_tokens <= 96 else 32
 
     @property

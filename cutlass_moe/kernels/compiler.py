@@ -145,7 +145,7 @@ def kernel_sources(spec: KernelSpec) -> list[Path]:
         "route": ["route", "tile_scheduler"],
         "permute": ["permute"],
         "combine": ["combine"],
-        "gemm": ["grouped_gemm", "l2_policy", "tile_scheduler", "tile_store", "work_queue"],
+        "gemm": ["grouped_gemm", "l2_policy", "row_loader", "tile_scheduler", "tile_store", "work_queue"],
     }[spec.describe()["kind"]]
     names = ["cutlass_moe.config", "cutlass_moe.kernels.compiler", *(f"cutlass_moe.kernels.{m}" for m in modules)]
     if isinstance(spec, GemmSpec):

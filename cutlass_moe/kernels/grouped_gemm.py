@@ -19,10 +19,11 @@ from cutlass.utils import hopper_helpers
 from cutlass_moe.config import CONSUMERS, LONG_REDUCTION, MAX_EXPERTS, PRODUCER_WARPS, REDUCTION_TILE, GemmSpec
 from cutlass_moe.kernels import tile_scheduler, work_queue
 from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_NORMAL
+from cutlass_moe.kernels.row_loader import RowLoader
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 WGMMA_K = 16
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = PRODUCER_WARPS - 1
@@ -77,6 +78,7 @@ class GroupedGemm:
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.sharers = 1 if config.ping_pong else CONSUMERS  # warpgroups that read one stage
         self.blocks = config.consumer_blocks
+        self.rows = RowLoader(config)
         self.store = TileStore(spec)
         self.queue = work_queue.WorkQueue(config.cluster)
 
@@ -132,18 +134,7 @@ class GroupedGemm:
             cute.slice_(weights_layout, (None, None, 0)),
             (self.tile_features, REDUCTION_TILE),
         )
-        rows_op = (
-            cpasync.CopyBulkTensorTileG2SOp()
-            if cutlass.const_expr(self.cluster == 1)
-            else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        )
-        # num_multicast stays 1: a CTA loads whole boxes, alternating with its peer, and each box goes to both.
-        tma_rows, tma_rows_MK = cpasync.make_tiled_tma_atom(
-            rows_op,
-            rows_MK,
-            self._box_layout(),
-            (self.token_box, REDUCTION_TILE),
-        )
+        tma_rows, tma_rows_MK = self.rows.make_tma(rows_MK)
         clusters = sm_count // self.cluster
         self.kernel(
             tma_weights,
@@ -175,15 +166,6 @@ class GroupedGemm:
         weights = cute.tile_to_shape(atom, (self.tile_features, REDUCTION_TILE, self.stages), order=(0, 1, 2))
         rows = cute.tile_to_shape(atom, (self.stage_tokens, REDUCTION_TILE, self.stages), order=(0, 1, 2))
         return weights, rows
-
-    def _box_layout(self):
-        """One box of tokens in shared memory, as its TMA writes it. The swizzle is one of the address's bits, so a box
-        need not be whole atoms of 8 rows."""
-        return cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3),
-            0,
-            cute.make_layout((self.token_box, REDUCTION_TILE), stride=(REDUCTION_TILE, 1)),
-        )
 
     @cute.jit
     def _interleave(self, gate_EIK: cute.Tensor, up_EIK: cute.Tensor):
@@ -241,10 +223,10 @@ class GroupedGemm:
             smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
             for count in (MAX_EXPERTS + 1, MAX_EXPERTS + 1, self.threads // 32, 4)
         )
-        self.source_index_M = source_index_M
         self.full = smem.allocate_array(Int64, self.stages)
         self.empty = smem.allocate_array(Int64, self.stages)
         self.queue.bind(smem, tile_counter_1)
+        self.rows.bind(tma_rows, rows_MK, source_index_M, self.s_rows, self.full, rank)
         self.rank = rank
         loaders = Int32(1)  # of this CTA
         if cutlass.const_expr(self.gather):
@@ -276,7 +258,7 @@ class GroupedGemm:
             s_warps,
             s_tile,
         )
-        # Of a tile: its expert, its place along the weight rows (of a whole cluster), its first row, its number of rows.
+        # Of a tile: expert, place along the weight rows (of a whole cluster), first row, number of rows.
         expert, feature_tile, first_row, tokens = work_queue.read_tile(s_tile)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
@@ -292,9 +274,7 @@ class GroupedGemm:
             together = self.reduction_tiles >= LONG_REDUCTION and token_tiles > experts
             if warp == SCHEDULER_WARP and rank == 0:
                 while tokens > 0:
-                    work = self.queue.draw(
-                        grid // self.cluster, tile_phase, together, token_tiles * feature_tiles
-                    )
+                    work = self.queue.draw(grid // self.cluster, tile_phase, together, token_tiles * feature_tiles)
                     expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(
                         work, feature_tiles, experts, s_offsets, s_tile_starts
                     )
@@ -323,8 +303,6 @@ class GroupedGemm:
                         from_weights,
                         to_weights,
                         self._weights_policy(s_offsets, expert, tokens),
-                        tma_rows,
-                        rows_MK,
                         first_row,
                         tokens,
                         primed,
@@ -427,31 +405,15 @@ class GroupedGemm:
         from_weights: cute.Tensor,
         to_weights: cute.Tensor,
         policy: Int64,
-        tma_rows: cute.CopyAtom,
-        rows_MK: cute.Tensor,
         first_row: Int32,
         tokens: Int32,
         primed: Int32,
         stage: Int32,
         phase: Int32,
     ):
-        """Producer: one stage for each reduction tile. Its boxes of tokens are shared out among the CTAs of the
-        cluster, and where each is one gathered row among their producer warps, too; warp 0 loads the weights."""
+        """Producer: one stage for each reduction tile. Warp 0 loads the weights; rows load all that load."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_box = self.rank
-        if cutlass.const_expr(self.gather):
-            first_box = (PRODUCER_WARPS - 1) * self.rank + warp
-        boxes = cute.ceil_div(tokens, self.token_box)
-        boxes = cutlass.max(0, cute.ceil_div(boxes - first_box, self.loaders))
-        source = Int32(0)
-        if cutlass.const_expr(self.gather):
-            # Lane i looks up the source of the i-th row of its warp.
-            lane = cute.arch.lane_idx()
-            if lane < boxes:
-                source = self.source_index_M[first_row + first_box + lane * self.loaders]
-        else:
-            rows_MK = cute.domain_offset((first_row, 0), rows_MK)
-        to_rows, from_rows = self._partition_rows(tma_rows, rows_MK)
+        tile = self.rows.open_tile(first_row, tokens)
         for k in cutlass.range(self.reduction_tiles):
             if k >= primed:
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
@@ -460,51 +422,9 @@ class GroupedGemm:
                 elif cutlass.const_expr(self.gather):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(self.full + stage)
-            for i in cutlass.range(boxes, unroll=4 if cutlass.const_expr(self.gather) else 1):
-                self._load_box(tma_rows, from_rows, to_rows, source, i, first_box + i * self.loaders, k, stage)
+            self.rows.load(tile, k, stage)
             stage, phase = self._advance(stage, phase)
         return stage, phase
-
-    @cute.jit
-    def _partition_rows(self, tma_rows: cute.CopyAtom, rows_MK: cute.Tensor):
-        """Token boxes as TMA views: (box, boxes, stages) in shared memory, (box, boxes, reduction tiles) in global
-        memory."""
-        boxes = self.stage_tokens // self.token_box
-        # The TMA swizzles by the address: the pointer that it gets must be plain.
-        pointer = cute.make_ptr(self.dtype, self.s_rows.iterator.toint(), cute.AddressSpace.smem, assumed_align=128)
-        elements = self.token_box * REDUCTION_TILE
-        layout = cute.make_layout(
-            (self.token_box, REDUCTION_TILE, boxes, self.stages),
-            stride=(REDUCTION_TILE, 1, elements, boxes * elements),
-        )
-        tile = cute.local_tile(rows_MK, (self.token_box, REDUCTION_TILE), (None, None))
-        return cpasync.tma_partition(
-            tma_rows,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(cute.make_tensor(pointer, layout), 0, 2),
-            cute.group_modes(tile, 0, 2),
-        )
-
-    @cute.jit
-    def _load_box(
-        self,
-        tma_rows: cute.CopyAtom,
-        from_rows: cute.Tensor,
-        to_rows: cute.Tensor,
-        source: Int32,
-        i: Int32,
-        box: Int32,
-        k: Int32,
-        stage: Int32,
-    ):
-        """Loads one box of tokens, the i-th of its warp, to every CTA of the cluster."""
-        place = cute.arch.shuffle_sync(source, i) if cutlass.const_expr(self.gather) else box
-        multicast = {}
-        if cutlass.const_expr(self.cluster > 1):
-            multicast = {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        source_box, target_box = from_rows[None, place, k], to_rows[None, box, stage]
-        cute.copy(tma_rows, source_box, target_box, tma_bar_ptr=self.full + stage, **multicast)
 
     @cute.jit
     def _multiply(self, width: cutlass.Constexpr[int], consumer: Int32, stage: Int32, phase: Int32):
