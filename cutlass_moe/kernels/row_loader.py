@@ -61,10 +61,15 @@ class RowLoader:
 
     @cute.jit
     def open_tile(self, first_row: Int32, tokens: Int32) -> Any:
-        """What `load` needs of a tile: this warp's first box and number of boxes, the rows, and the numbers of those that
-        it gathers."""
+        """What `load` needs of a tile: this warp's first box and number of boxes, the rows, and the numbers of those
+        that it gathers."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_box = (PRODUCER_WARPS - 1) * self.rank + warp if cutlass.const_expr(self.gather) else self.rank
+        first_box = self.rank
+        if cutlass.const_expr(self.gather):
+            # The warps that load weights, too, come last. The first CTA has a loader less: its scheduler.
+            first_box = (PRODUCER_WARPS - 2) * self.rank + warp - 1
+            if warp == 0:
+                first_box = self.loaders - self.cluster + self.rank
         boxes = cutlass.max(0, cute.ceil_div(cute.ceil_div(tokens, self.token_box) - first_box, self.loaders))
         sources = []
         rows_MK = self.rows
@@ -85,8 +90,8 @@ class RowLoader:
         """Loads this warp's boxes of reduction tile k of a tile that was opened."""
         first_box, boxes, rows_MK, sources = tile
         box_elements = self.token_box * REDUCTION_TILE
-        # The TMA swizzles by the address: the pointer that it gets must be plain. Through the warp's shuffle the compiler
-        # does not compute address and barrier anew for every load.
+        # The TMA swizzles by the address: the pointer that it gets must be plain. Behind the shuffle in
+        # `make_warp_uniform` the compiler does not compute address and barrier anew for every load.
         place = self.s_rows.iterator.toint() + (stage * self.stage_tokens + first_box * self.token_box) * 128
         address = cute.arch.make_warp_uniform(Int32(place))
         target = cute.make_ptr(self.s_rows.element_type, address, cute.AddressSpace.smem, assumed_align=128)
