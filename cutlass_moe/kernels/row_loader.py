@@ -7,6 +7,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
+from cutlass._mlir.dialects import cute as cute_ir
+from cutlass._mlir.dialects import cute_nvgpu as cute_nvgpu_ir
 from cutlass.cute.nvgpu import cpasync
 
 from cutlass_moe.config import PRODUCER_WARPS, REDUCTION_TILE, GemmConfig
@@ -16,8 +18,8 @@ class RowLoader:
     """The loading warps of a cluster take its tile's boxes in turns, and each box goes to every CTA of the cluster.
 
     A box is one TMA load. With `gather` it is four, of a row each, and what they cost is the instructions: a warp has
-    half a microsecond for the dozen rows of its stage. So a box is loaded without a branch (one that the rows do not
-    fill is filled with the last of them), the row numbers stay in registers, and a stage's addresses are computed once.
+    half a microsecond for the dozen rows of its stage. So the row numbers stay in registers, and a box is loaded
+    without a branch; one that the rows do not fill is filled with the last of them.
     """
 
     def __init__(self, config: GemmConfig):
@@ -89,41 +91,64 @@ class RowLoader:
     def load(self, tile: Any, k: Int32, stage: Int32):
         """Loads this warp's boxes of reduction tile k of a tile that was opened."""
         first_box, boxes, rows_MK, sources = tile
-        box_elements = self.token_box * REDUCTION_TILE
-        # The TMA swizzles by the address: the pointer that it gets must be plain. Behind the shuffle in
-        # `make_warp_uniform` the compiler does not compute address and barrier anew for every load.
-        place = self.s_rows.iterator.toint() + (stage * self.stage_tokens + first_box * self.token_box) * 128
-        address = cute.arch.make_warp_uniform(Int32(place))
-        target = cute.make_ptr(self.s_rows.element_type, address, cute.AddressSpace.smem, assumed_align=128)
-        barrier = cute.make_ptr(
-            Int64,
-            cute.arch.make_warp_uniform(Int32((self.full + stage).toint())),
-            cute.AddressSpace.smem,
-            assumed_align=8,
-        )
+        barrier = self.full + stage
+        box_bytes = self.token_box * REDUCTION_TILE * self.s_rows.element_type.width // 8
+        # The TMA swizzles by the address: what it gets must be plain.
+        base = Int32(self.s_rows.iterator.toint()) + stage * (self.stage_tokens // self.token_box * box_bytes)
+        target = base + first_box * box_bytes
         if cutlass.const_expr(self.gather):
-            for i in cutlass.range_constexpr(self.warp_boxes):
-                if i < boxes:
-                    for r in cutlass.range_constexpr(self.token_box):
-                        offset = i * self.loaders * box_elements + r * REDUCTION_TILE
-                        self._load(rows_MK, sources[i * self.token_box + r], k, target + offset, barrier)
+            descriptor = self._descriptor()
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.warp_boxes):
+                    if i < boxes:
+                        for r in cutlass.range_constexpr(self.token_box):
+                            offset = (i * self.loaders * self.token_box + r) * (box_bytes // self.token_box)
+                            row = sources[i * self.token_box + r]
+                            self._load_row(descriptor, row, k * REDUCTION_TILE, target + offset, barrier)
         else:
             for i in cutlass.range(boxes, unroll=1):
-                offset = i * (self.loaders * box_elements)
-                self._load(rows_MK, first_box + i * self.loaders, k, target + offset, barrier)
+                self._load_box(
+                    rows_MK, first_box + i * self.loaders, k, target + i * (self.loaders * box_bytes), barrier
+                )
+
+    def _descriptor(self) -> Int64:
+        """The address of the TMA's descriptor, as the DSL's own copies take it."""
+        multicast = {"mcast_mask": self._all_ctas()} if self.cluster > 1 else {}
+        atom = self.tma._unpack(tma_bar_ptr=self.full, **multicast)
+        pointer = cute_ir.PtrType.get(Int64.mlir_type, cute.AddressSpace.generic, 64)
+        return Int64(cute_nvgpu_ir.get_tma_desc_addr(pointer, atom).toint())
+
+    def _all_ctas(self) -> cutlass.Int16:
+        return cutlass.Int16((1 << self.cluster) - 1)
 
     @cute.jit
-    def _load(self, rows_MK: cute.Tensor, box: Int32, k: Int32, target: cute.Pointer, barrier: cute.Pointer):
-        """One TMA load: the box-th of the rows, to the same place in every CTA of the cluster."""
-        extents = (self.load_rows, REDUCTION_TILE)
+    def _load_row(self, descriptor: Int64, row: Int32, element: Int32, target: Int32, barrier: cute.Pointer):
+        """By one thread: loads 128 bytes of a row to the same place in every CTA of the cluster.
+
+        Of `cute.copy` the compiler makes twice the instructions, as it computes descriptor, address and barrier anew
+        for each row: the layer took 8 % longer at ling_flash T = 4096."""
+        instruction = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        operands = "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}]"
+        arguments = [target, descriptor, element, row, Int32(barrier.toint())]
+        if cutlass.const_expr(self.cluster > 1):
+            instruction += ".multicast::cluster"
+            operands += ", {$r5}"
+            arguments.append(self._all_ctas())
+        cute.arch.inline_ptx(f"{instruction} {operands};", read_only_args=arguments)
+
+    @cute.jit
+    def _load_box(self, rows_MK: cute.Tensor, box: Int32, k: Int32, target: Int32, barrier: cute.Pointer):
+        """Loads the box-th of the rows to the same place in every CTA of the cluster."""
+        extents = (self.token_box, REDUCTION_TILE)
+        place = cute.make_ptr(self.s_rows.element_type, target, cute.AddressSpace.smem, assumed_align=128)
         to_rows, from_rows = cpasync.tma_partition(
             self.tma,
             0,
             cute.make_layout(1),
-            cute.group_modes(cute.make_tensor(target, cute.make_layout(extents, stride=(REDUCTION_TILE, 1))), 0, 2),
+            cute.group_modes(cute.make_tensor(place, cute.make_layout(extents, stride=(REDUCTION_TILE, 1))), 0, 2),
             cute.group_modes(cute.local_tile(rows_MK, extents, (box, k)), 0, 2),
         )
         multicast = {}
         if cutlass.const_expr(self.cluster > 1):
-            multicast = {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
+            multicast = {"mcast_mask": self._all_ctas()}
         cute.copy(self.tma, from_rows, to_rows, tma_bar_ptr=barrier, **multicast)
