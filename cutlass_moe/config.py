@@ -21,7 +21,6 @@ STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatri
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
 PRODUCER_WARPS = 4  # of a GEMM CTA
-GATHER_BOX = 4  # gathered rows that a warp loads at a time
 MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
 
 
@@ -84,9 +83,10 @@ class GemmConfig:
     def token_box(self) -> int:
         """Rows that a warp loads at a time: by one TMA load, or with `gather` by one for each row. A tile loads as many
         boxes as its tokens need."""
+        narrow = self.tile_tokens <= 96
         if self.gather:
-            return GATHER_BOX
-        return 16 if self.tile_tokens <= 96 else 32
+            return 4 if narrow else 8
+        return 16 if narrow else 32
 
     @property
     def name(self) -> str:

@@ -54,11 +54,11 @@ def test_widest_tile_that_gathers(cluster: int, most: int) -> None:
 
 
 def test_a_stage_holds_the_rows_that_are_gathered() -> None:
-    """Four rows at a time; without gather whole boxes, here of 32."""
+    """Eight rows at a time; without gather whole boxes, here of 32."""
     config = GemmConfig(128, (64, 112), 2)
     assert (config.token_box, config.stage_tokens) == (32, 128)
     gathers = replace(config, gather=True)
-    assert (gathers.token_box, gathers.stage_tokens) == (4, 112)
+    assert (gathers.token_box, gathers.stage_tokens) == (8, 112)
 
 
 def in_table(rows_per_expert: float, gather: bool, features: int = 2048, accumulators: int = 2) -> str:
