@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from itertools import groupby
 
 import pytest
 
@@ -86,13 +85,14 @@ def test_matrix_instructions_overlap(library: KernelLibrary, spec: GemmSpec) -> 
     [spec for spec in catalogue() if isinstance(spec, GemmSpec) and spec.config.gather],
     ids=lambda spec: spec.name,
 )
-def test_loads_of_gathered_rows_follow_each_other(library: KernelLibrary, spec: GemmSpec) -> None:
-    """Four at a time, nothing between. Where the loader's loop looks divergent to the compiler, its addresses are no
-    longer uniform: some 25 instructions come between two loads, which cost up to 42 % of a layer."""
+def test_loads_of_gathered_rows_take_few_instructions(library: KernelLibrary, spec: GemmSpec) -> None:
+    """At most 9 each, for a warp has little time. With addresses computed for each it is 17, and where the loader's loop
+    looks divergent to the compiler, so that they are no longer uniform, 26: up to 8 and 42 % of a layer."""
     entry = library.manifest.kernels[spec.name]
     sass = disassemble_embedded(library.directory / library.manifest.library, entry.cubin_sha256)
-    runs = [len(list(run)) for opcode, run in groupby(opcodes(sass)) if opcode == "UTMALDG"]
-    assert max(runs) == 4
+    loads = [place for place, opcode in enumerate(opcodes(sass)) if opcode == "UTMALDG"]
+    eight = [last - first for first, last in zip(loads, loads[8:], strict=False)]
+    assert min(eight) <= 8 * 9
 
 
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)

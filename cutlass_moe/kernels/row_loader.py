@@ -17,8 +17,8 @@ from cutlass_moe.config import PRODUCER_WARPS, REDUCTION_TILE, GemmConfig
 class RowLoader:
     """The loading warps of a cluster take its tile's boxes in turns, and each box goes to every CTA of the cluster.
 
-    A box is one TMA load. With `gather` it is several, of a row each, and what they cost is the instructions: a warp has
-    half a microsecond for the dozen rows of its stage. So the row numbers stay in registers, and a box is loaded
+    A box is one TMA load. With `gather` it is several, of a row each, and what they cost is the instructions: a warp
+    has half a microsecond for the dozen rows of its stage. So the row numbers stay in registers, and a box is loaded
     without a branch; one that the rows do not fill is filled with the last of them.
     """
 
