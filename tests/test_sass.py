@@ -86,8 +86,8 @@ def test_matrix_instructions_overlap(library: KernelLibrary, spec: GemmSpec) -> 
     ids=lambda spec: spec.name,
 )
 def test_loads_of_gathered_rows_take_few_instructions(library: KernelLibrary, spec: GemmSpec) -> None:
-    """At most 9 each, for a warp has little time. With addresses computed for each it is 17, and where the loader's loop
-    looks divergent to the compiler, so that they are no longer uniform, 26: up to 8 and 42 % of a layer."""
+    """At most 9 each, for a warp has little time. With addresses computed for each it is 17, and where the loader's
+    loop looks divergent to the compiler, so that they are no longer uniform, 26: up to 8 and 42 % of a layer."""
     entry = library.manifest.kernels[spec.name]
     sass = disassemble_embedded(library.directory / library.manifest.library, entry.cubin_sha256)
     loads = [place for place, opcode in enumerate(opcodes(sass)) if opcode == "UTMALDG"]
