@@ -21,7 +21,7 @@ STORE_PAD_BYTES = 16  # after each transposed row, so that the rows of a stmatri
 ELEMENT_BYTES = 2  # bf16 and fp16
 CONSUMERS = 2  # consumer warpgroups of a GEMM CTA
 PRODUCER_WARPS = 4  # of a GEMM CTA
-MAX_ACCUMULATOR_REGISTERS = 192  # of the 240 that a consumer thread has
+MAX_ACCUMULATOR_REGISTERS = 192  # of the 232 that a consumer thread has
 
 
 def token_bytes(epilogue: Epilogue, *dtypes: str) -> int:
@@ -50,7 +50,7 @@ class GemmConfig:
         cluster: CTAs along the weight rows that share one token tile by TMA multicast: 1 or 2.
         ping_pong: False splits a tile's weight rows over the two consumer warpgroups; True gives them a tile each, in
             turns, so that the epilogue of one runs under the multiplication of the other.
-        gather: the kernel takes its rows from anywhere, by an index: one TMA load for each token and stage.
+        gather: the kernel takes its rows from anywhere, by an index: one TMA load for each row and stage.
     """
 
     tile_features: int

@@ -37,10 +37,10 @@ class GroupedGemm:
 
     | warpgroup | registers | does |
     |---|---|---|
-    | 0 (its warp 0) | 24 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
+    | 0 (its warp 0) | 40 | producer: waits on `empty[stage]`, loads a weight tile and the tile's token boxes by TMA; |
     | | | with `gather` all warps but the scheduler load, each its share of the tile's rows, one TMA a row |
-    | 0 (its warp 3) | 24 | scheduler, in the first CTA of a cluster: draws the cluster's next tiles |
-    | 1 and 2 | 240 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
+    | 0 (its warp 3) | 40 | scheduler, in the first CTA of a cluster: draws the cluster's next tiles |
+    | 1 and 2 | 232 | consumers: wait on `full[stage]`, WGMMA, then `TileStore`. Cooperative: half of each tile's |
     | | | weight rows each; ping-pong: every other tile, so that one's ending runs under the other's WGMMA |
 
     Pipelines: one ring of `stages` shared-memory stages. `full[s]` counts the arrivals of the warps that load, also of
