@@ -135,6 +135,7 @@ def launch_grouped_gemm(
     kernel(
         checks.canonical_strides(a_MK),
         source_index_M if gathers else None,
+        expert_offsets_E1.new_empty((0, 1, 1)) if gathers else None,  # no ids: the offsets are there
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) > 1 else None,
         expert_offsets_E1,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutlass_moe import checks
 from cutlass_moe.activations import down_epilogue, gate_epilogue
-from cutlass_moe.config import CombineSpec, GemmSpec, PermuteSpec, RouteSpec, route_chunks
+from cutlass_moe.config import COUNTED_SLOTS, CombineSpec, GemmSpec, PermuteSpec, RouteSpec, route_chunks
 from cutlass_moe.workspace import layout
 
 
@@ -111,5 +111,6 @@ def _plan(
         get_kernel(CombineSpec(name)),
     )
     offsets, size = layout(tokens, top_k, hidden, intermediate, experts, dtype)
-    arguments = (*kernels, Shape(offsets), route_chunks(rows), checks.hopper_sm_count(device))
+    sm_count = checks.hopper_sm_count(device)
+    arguments = (*kernels, Shape(offsets), route_chunks(rows), rows <= COUNTED_SLOTS, sm_count)
     return _Plan(size, get_layer_launcher(route), arguments)

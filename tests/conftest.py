@@ -109,6 +109,13 @@ def relative_error() -> Callable[[Tensor, Tensor], float]:
     return _relative_error
 
 
+def _offsets_of_words(ids_TKW: Tensor, experts: int) -> Tensor:
+    """The experts' offsets from the int32 words of the ids."""
+    words = ids_TKW.long()
+    ids_TK = words[..., 0] if words.shape[2] == 1 else words[..., 1] << 32 | words[..., 0] & 0xFFFFFFFF
+    return reference.route(ids_TK, None, experts)[0]
+
+
 def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
     """What the kernel of this spec does, in plain torch; checks its arguments and their strides."""
     expected_early = early
@@ -147,6 +154,7 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
     def gemm(
         rows: Tensor,
         source_index: Tensor | None,
+        ids_TKW: Tensor | None,
         first: Tensor,
         second: Tensor | None,
         offsets: Tensor,
@@ -163,7 +171,9 @@ def _torch_kernel(spec: KernelSpec, *, early: bool) -> Callable[..., None]:
         weights = (first,) if second is None else (first, second)
         assert len(weights) == spec.epilogue.accumulators and first.stride() == weights[-1].stride()
         assert (row_index is not None) == spec.epilogue.scatter
-        assert (source_index is not None) == spec.config.gather
+        assert (source_index is not None) == (ids_TKW is not None) == spec.config.gather
+        if ids_TKW is not None and len(ids_TKW) > 0:
+            assert torch.equal(offsets, _offsets_of_words(ids_TKW, len(offsets) - 1))
         aligned(rows, *weights, out)
         if source_index is not None:
             rows = rows[source_index.clamp(0, len(rows) - 1)]
@@ -202,6 +212,8 @@ def _as_tensors(argument: Any) -> Any:
     if not isinstance(argument, tvm_ffi.Tensor):
         return argument
     shape, strides, dtype = tuple(argument.shape), tuple(argument.strides), getattr(torch, str(argument.dtype))
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_byte * (length * dtype.itemsize)).from_address(argument.data_ptr())
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from cutlass_moe.checks import MAX_ROWS  # noqa: E402
 from cutlass_moe.config import CHUNK_SLOTS, ROW_GRANULE, route_chunks  # noqa: E402
-from cutlass_moe.kernels import route, tile_scheduler  # noqa: E402
+from cutlass_moe.kernels import route, slots, tile_scheduler  # noqa: E402
 
 TILE_TOKENS = (32, 160, 288)
 row_counts = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 700)), min_size=1, max_size=40)
@@ -50,13 +50,9 @@ def count_tiles(rows_E: cute.Tensor, tiles_E: cute.Tensor, counts_E: cute.Tensor
 
 
 @cute.jit
-def rank_chunk(ids_S: cute.Tensor, experts_S: cute.Tensor, ranks_S: cute.Tensor, experts: cutlass.Int32):
-    """What the threads of one chunk do: each names its slot's expert, then counts the equal ones before it."""
-    slots = cute.size(ids_S)
-    for i in cutlass.range(slots):
-        experts_S[i] = route.expert_of(ids_S[i], experts)
-    for i in cutlass.range(slots):
-        ranks_S[i] = route.count_equal_before(experts_S, i, slots)
+def name_experts(ids: cute.Tensor, experts_S: cute.Tensor, experts: cutlass.Int32):
+    for i in cutlass.range(cute.size(experts_S)):
+        experts_S[i] = slots.expert_of(slots.id_at(i, cutlass.Int32(0), ids), experts)
 
 
 @cute.jit
@@ -76,7 +72,7 @@ def compiled() -> Callable[..., Any]:
 
     def call(function: Any, *arguments: Any, constants: tuple[Any, ...] = ()) -> None:
         runtime = [as_cute(a) if isinstance(a, torch.Tensor) else cutlass.Int32(a) for a in arguments]
-        key = (function, constants, tuple(a.dtype for a in arguments if isinstance(a, torch.Tensor)))
+        key = (function, constants, tuple((a.dtype, a.dim()) for a in arguments if isinstance(a, torch.Tensor)))
         if key not in cache:
             cache[key] = cute.compile(function, *runtime, *constants)
         cache[key](*runtime)
@@ -155,23 +151,18 @@ def test_one_row_more_than_a_tile_does_not_cost_two_full_tiles(compiled: Callabl
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), experts=st.integers(1, 9))
-def test_ranks_within_a_chunk(
+def test_experts_of_ids_and_of_their_words(
     data: st.DataObject, experts: int, dtype: torch.dtype, compiled: Callable[..., Any]
 ) -> None:
-    """Against a stable sort: duplicates, dropped ids, one expert with all slots, int64 ids beyond 2^31."""
-    wild = [-1, experts, 2**31 - 1, -(2**31)] + ([2**32, 2**32 + 1, -(2**40)] if dtype == torch.int64 else [])
+    """Dropped ids, and int64 ids that would be valid if they were cut to 32 bits."""
+    wild = [-1, experts, 2**31 - 1, -(2**31)] + ([2**31, 2**32, 2**32 + 1, -(2**40)] if dtype == torch.int64 else [])
     one_id = st.one_of(st.integers(0, experts - 1), st.sampled_from(wild))
-    ids = torch.tensor(data.draw(st.lists(one_id, min_size=1, max_size=CHUNK_SLOTS)), dtype=dtype)
-    named, ranks = torch.full(ids.shape, -7, dtype=torch.int32), torch.full(ids.shape, -7, dtype=torch.int32)
-    compiled(rank_chunk, ids, named, ranks, experts)
-    kept = (ids >= 0) & (ids < experts)
-    assert torch.equal(named, torch.where(kept, ids, -1).to(torch.int32))
-    starts = exclusive_sums(torch.bincount(named[kept].long(), minlength=experts))
-    rows = starts[named[kept].long()] + ranks[kept]
-    order = torch.argsort(named[kept], stable=True)
-    expected = torch.empty_like(rows)
-    expected[order] = torch.arange(len(rows), dtype=torch.int32)
-    assert torch.equal(rows, expected)
+    ids = torch.tensor(data.draw(st.lists(one_id, min_size=1, max_size=40)), dtype=dtype).view(-1, 1)
+    expected = torch.where((ids >= 0) & (ids < experts), ids, -1).to(torch.int32).flatten()
+    for given_ids in (ids, ids.view(torch.int32).view(len(ids), 1, -1)):
+        named = torch.full((len(ids),), -7, dtype=torch.int32)
+        compiled(name_experts, given_ids, named, experts)
+        assert torch.equal(named, expected)
 
 
 def test_chunks_cover_all_slots(compiled: Callable[..., Any]) -> None:

@@ -41,7 +41,7 @@ class Kernels:
     def get_kernel(self, spec: KernelSpec) -> Any:
         self.specs.append(spec)
         gathers = isinstance(spec, GemmSpec) and spec.config.gather
-        kernel = self._torch_kernel(spec, early=not gathers)
+        kernel = self._torch_kernel(spec, early=not gathers or vars(layer)["COUNTED_SLOTS"] > 0)
         kind = spec.describe()["kind"]
         if isinstance(spec, GemmSpec):
             kind = "gate" if spec.epilogue.accumulators == 2 else "down"
@@ -186,15 +186,40 @@ def test_views(gather: bool, make_layer: Any, kernels: Kernels) -> None:
     for given, seen in zip((ids, weights), arguments["route"][:2], strict=True):
         assert (given.data_ptr(), given.stride()) == (seen.data_ptr(), seen.stride())
     pair = [w_gate.data_ptr(), w_up.data_ptr(), offsets]
-    first = [x.data_ptr(), row_token] if gather else [rows, None]
-    assert pointers("gate")[:5] == first + pair and pointers("gate")[6:] == [None, h, counters, not gather, 132]
-    assert [bias.stride() for bias in arguments["gate"][5]] == [(2 * I, 2)] * 2
-    down = [h, None, w_down.data_ptr(), None, offsets]
-    assert pointers("down")[:5] == down and pointers("down")[6:] == [row_slot, rows, counters + 4, True, 132]
-    assert arguments["down"][5][1].data_ptr() == row_weight and arguments["down"][5][1].dtype == torch.float32
+    first = [x.data_ptr(), row_token, ids.data_ptr()] if gather else [rows, None, None]
+    assert pointers("gate")[:6] == first + pair and pointers("gate")[7:] == [None, h, counters, True, 132]
+    assert [bias.stride() for bias in arguments["gate"][6]] == [(2 * I, 2)] * 2
+    down = [h, None, None, w_down.data_ptr(), None, offsets]
+    assert pointers("down")[:6] == down and pointers("down")[7:] == [row_slot, rows, counters + 4, True, 132]
+    assert arguments["down"][6][1].data_ptr() == row_weight and arguments["down"][6][1].dtype == torch.float32
     assert pointers("combine") == [rows, slot_row, out.data_ptr()]
     if not gather:
         assert pointers("permute") == [x.data_ptr(), slot_row, rows]
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("counts_ids", [False, True])
+def test_few_ids_are_counted_by_the_first_gemm(
+    id_dtype: torch.dtype,
+    counts_ids: bool,
+    gather: bool,
+    make_layer: Any,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer, "COUNTED_SLOTS", T * K if counts_ids else 0)
+    inputs = make_layer(T, K, E, H, I)
+    x, w_gate, w_up, w_down, ids, weights = inputs.arguments
+    ids = ids.to(id_dtype)
+    ids[3:5, 1] = torch.tensor([-1, E])
+    out = torch.empty_like(inputs.x)
+    launch(x, w_gate, w_up, w_down, ids, weights, "silu", out, None)
+    assert torch.equal(out, cutlass_moe.fused_experts(x, w_gate, w_up, w_down, ids, weights))
+    words = dict(kernels.launches)["gate"][2]
+    if not gather:
+        assert words is None
+    else:  # the stand-in compares what they count with the offsets
+        assert words.shape == (T if counts_ids else 0, K, id_dtype.itemsize // 4)
 
 
 @pytest.mark.parametrize("failing", ["route", "permute", "gate", "down", "combine"])

@@ -50,7 +50,7 @@ def test_kernel_that_writes_nothing_fails(spec: KernelSpec) -> None:
 def test_kernel_that_is_off_in_one_place_fails(spec: KernelSpec, torch_kernel: Any) -> None:
     """One value of one output tensor changed, in the first row that is written."""
     right = torch_kernel(spec, early=False)
-    place = {RouteSpec: 3, PermuteSpec: 2, CombineSpec: 2, GemmSpec: 7}[type(spec)]
+    place = {RouteSpec: 3, PermuteSpec: 2, CombineSpec: 2, GemmSpec: 8}[type(spec)]
 
     def wrong(*arguments: Any) -> None:
         right(*arguments)
@@ -68,7 +68,7 @@ def test_gemm_that_writes_past_the_last_row_fails(torch_kernel: Any) -> None:
 
     def wrong(*arguments: Any) -> None:
         right(*arguments)
-        arguments[7][int(arguments[4][-1])] = 0  # out, by the expert offsets
+        arguments[8][int(arguments[5][-1])] = 0  # out, by the expert offsets
 
     with pytest.raises(WrongResult, match="it wrote where it must not"):
         check_kernel(spec, wrong, CPU, 132)

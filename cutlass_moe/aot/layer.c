@@ -7,10 +7,11 @@
 #include <tvm/ffi/c_api.h>
 
 /* The arguments. Tensors as torch gives them; biases None where there are none. Kernels are functions of any library; PERMUTE is
- * None where the GATE_GEMM gathers its rows itself. OFFSETS is the shape object of the buffers' places. */
+ * None where the GATE_GEMM gathers its rows itself; COUNTS_IDS says whether it then counts the ids of each expert itself, too.
+ * OFFSETS is the shape object of the buffers' places. */
 enum {
   X_TH, IDS_TK, WEIGHTS_TK, W_GATE_EIH, W_UP_EIH, W_DOWN_EHI, B_GATE_EI, B_UP_EI, B_DOWN_EH, OUT_TH, WORKSPACE,
-  ROUTE, PERMUTE, GATE_GEMM, DOWN_GEMM, COMBINE, OFFSETS, CHUNKS, SM_COUNT, NUM_ARGS
+  ROUTE, PERMUTE, GATE_GEMM, DOWN_GEMM, COMBINE, OFFSETS, CHUNKS, COUNTS_IDS, SM_COUNT, NUM_ARGS
 };
 
 /* The buffers in the workspace, in the order of `workspace.layout`. */
@@ -70,6 +71,23 @@ static TVMFFIAny carved(const DLTensor *workspace, int64_t offset, DLDataType dt
   return viewed(view);
 }
 
+/* The int32 words of ids, [T, K, 1 or 2], or without COUNTED [0, K, 1 or 2]. */
+static TVMFFIAny words_of(const DLTensor *ids, int counted, View *view) {
+  const int64_t words = ids->dtype.bits / 32;
+  view->tensor = *ids;
+  view->tensor.dtype = INT32;
+  view->tensor.ndim = 3;
+  view->tensor.shape = view->shape;
+  view->tensor.strides = view->strides;
+  view->shape[0] = counted ? ids->shape[0] : 0;
+  view->shape[1] = ids->shape[1];
+  view->shape[2] = words;
+  view->strides[0] = ids->strides[0] * words;
+  view->strides[1] = ids->strides[1] * words;
+  view->strides[2] = 1;
+  return viewed(view);
+}
+
 /* Those of the two that are not None, as an ffi Array; None where there is none of them. */
 static TVMFFIAny paired(TVMFFIAny first, TVMFFIAny second, Pair *pair) {
   int64_t size = 0;
@@ -105,7 +123,7 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_launch_layer(void *self, const TVMFFIAny *args,
   const int64_t hidden = tensor_of(&args[X_TH])->shape[1];
   const int64_t tokens = tensor_of(&args[IDS_TK])->shape[0], top_k = tensor_of(&args[IDS_TK])->shape[1], slots = tokens * top_k;
   const int64_t experts = tensor_of(&args[W_GATE_EIH])->shape[0], intermediate = tensor_of(&args[W_GATE_EIH])->shape[1];
-  View views[B_DOWN_EH + 1 + 1 + H_MI + 1 + 2], *view = views;
+  View views[B_DOWN_EH + 1 + 1 + H_MI + 1 + 3], *view = views;
 
 #define CANONICAL(argument) canonical(&args[argument], view++)
   const TVMFFIAny x_TH = CANONICAL(X_TH), ids_TK = CANONICAL(IDS_TK), weights_TK = CANONICAL(WEIGHTS_TK);
@@ -127,21 +145,24 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_launch_layer(void *self, const TVMFFIAny *args,
   Pair gate_pair, down_pair;
   const TVMFFIAny gate_values = paired(b_gate_EI, b_up_EI, &gate_pair);
   const TVMFFIAny down_values = paired(b_down_EH, row_weight_M, &down_pair);
+  const int counts = args[COUNTS_IDS].v_int64 != 0;
+  const TVMFFIAny ids_TKW = words_of(ids_TK.v_ptr, counts, view++);
   const int gathers = args[PERMUTE].type_index == kTVMFFINone;
 
   LAUNCH(ROUTE, ids_TK, weights_TK, expert_offsets_E1, row_slot_M, row_token_M, slot_row_TK, row_weight_M, chunk_counts_CE,
          tile_counters_2);
-  /* A GEMM may start early, before its predecessor ends, where the kernel before that wrote the expert offsets. */
+  /* A GEMM may start early, before its predecessor ends, where the kernel before that wrote the expert offsets, or where it counts
+   * them from the ids. */
   if (gathers) {
-    LAUNCH(GATE_GEMM, x_TH, row_token_M, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
-           boolean(0), args[SM_COUNT]);
+    LAUNCH(GATE_GEMM, x_TH, row_token_M, ids_TKW, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
+           boolean(counts), args[SM_COUNT]);
   } else {
     LAUNCH(PERMUTE, x_TH, slot_row_TK, rows_MH);
-    LAUNCH(GATE_GEMM, rows_MH, NONE, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
+    LAUNCH(GATE_GEMM, rows_MH, NONE, NONE, w_gate_EIH, w_up_EIH, expert_offsets_E1, gate_values, NONE, h_MI, gate_counter_1,
            boolean(1), args[SM_COUNT]);
   }
   /* Its rows take the place of the permuted tokens, whose last reader was the gate's GEMM. */
-  LAUNCH(DOWN_GEMM, h_MI, NONE, w_down_EHI, NONE, expert_offsets_E1, down_values, row_slot_M, rows_MH, down_counter_1,
+  LAUNCH(DOWN_GEMM, h_MI, NONE, NONE, w_down_EHI, NONE, expert_offsets_E1, down_values, row_slot_M, rows_MH, down_counter_1,
          boolean(1), args[SM_COUNT]);
   LAUNCH(COMBINE, rows_MH, slot_row_TK, out_TH);
   return 0;

@@ -15,6 +15,7 @@ from cutlass_moe.aot.load import KernelLibrary
 from cutlass_moe.aot.specs import SpecError, read_spec
 from cutlass_moe.config import (
     CHUNK_SLOTS,
+    COUNTED_SLOTS,
     MAX_CHUNKS,
     MAX_EXPERTS,
     CombineSpec,
@@ -91,9 +92,15 @@ def check_kernel(spec: KernelSpec, kernel: Kernel, device: torch.device, sm_coun
 
 
 def _check_route(spec: RouteSpec, kernel: Kernel, device: torch.device) -> float:
-    """Few slots, some chunks, and more chunks than CTAs; experts without slots and ids that drop theirs."""
+    """Few slots, some chunks, more than each CTA counts, and more chunks than CTAs; experts without slots and ids that
+    drop theirs."""
     id_dtype = getattr(torch, spec.id_dtype)
-    for slots, experts in ((1, 1), (2 * CHUNK_SLOTS + 1, 5), (MAX_CHUNKS * CHUNK_SLOTS + 77, MAX_EXPERTS)):
+    for slots, experts in (
+        (1, 1),
+        (2 * CHUNK_SLOTS + 1, 5),
+        (COUNTED_SLOTS + 1, 7),
+        (MAX_CHUNKS * CHUNK_SLOTS + 77, MAX_EXPERTS),
+    ):
         generator = torch.Generator(device).manual_seed(slots)
         top_k = 1 if slots % 3 else 3
         shape = (slots // top_k, top_k)
@@ -182,13 +189,15 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
         if not declared.row_absmax:
             side.fill_(torch.nan)
             expected_side.fill_(torch.nan)
-    source_MK, source_index_M = a_MK, None
+    source_MK, source_index_M, ids_TKW = a_MK, None, None
     if config.gather:  # the same rows, from a shuffled matrix
+        ids_TKW = offsets_E1.new_empty((0, 1, 1))
         order = torch.randperm(rows, generator=generator, device=device)
         source_MK, source_index_M = a_MK[order], torch.argsort(order).to(torch.int32)
     kernel(
         source_MK,
         source_index_M,
+        ids_TKW,
         weights[0],
         weights[1] if len(weights) > 1 else None,
         offsets_E1,

@@ -97,6 +97,7 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
     return GroupedGemm(spec), [
         _matrix(spec.dtype, rows, reduction),
         _vector("int32", row_count) if spec.config.gather else None,
+        _words() if spec.config.gather else None,
         weights[0],
         weights[1] if len(weights) > 1 else None,
         _vector("int32", experts_1),
@@ -107,6 +108,12 @@ def _gemm(spec: GemmSpec) -> tuple[Any, list[Any]]:
         Boolean(False),
         Int32(132),
     ]
+
+
+def _words() -> Any:
+    """The words of expert ids."""
+    shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
+    return make_fake_tensor(_DTYPES["int32"], shape, (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
 
 
 def _resolve(spec: GemmSpec, dtype: str) -> str:
@@ -142,10 +149,10 @@ def _epilogue_arguments(spec: GemmSpec, row_count: Any, experts: Any, out_rows: 
 def kernel_sources(spec: KernelSpec) -> list[Path]:
     """The files whose text decides the code of `spec`: hash them to know whether a compiled kernel is current."""
     modules = {
-        "route": ["route", "tile_scheduler"],
+        "route": ["route", "slots", "tile_scheduler"],
         "permute": ["permute"],
         "combine": ["combine"],
-        "gemm": ["grouped_gemm", "l2_policy", "row_loader", "tile_scheduler", "tile_store", "work_queue"],
+        "gemm": ["grouped_gemm", "l2_policy", "row_loader", "slots", "tile_scheduler", "tile_store", "work_queue"],
     }[spec.describe()["kind"]]
     names = ["cutlass_moe.config", "cutlass_moe.kernels.compiler", *(f"cutlass_moe.kernels.{m}" for m in modules)]
     if isinstance(spec, GemmSpec):

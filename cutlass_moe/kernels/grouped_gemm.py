@@ -87,6 +87,7 @@ class GroupedGemm:
         self,
         rows_MK: cute.Tensor,
         source_index_M: cute.Tensor | None,
+        ids_TKW: cute.Tensor | None,
         first_ENK: cute.Tensor,
         second_ENK: cute.Tensor | None,
         offsets_E1: cute.Tensor,
@@ -103,6 +104,8 @@ class GroupedGemm:
         Args:
             rows_MK: rows grouped by expert, [M, K], last dimension contiguous; with `gather` [.., K] in any order.
             source_index_M: with `gather` int32 [M], the row of rows_MK that each row is; else None.
+            ids_TKW: with `gather` the words of the expert ids (`kernels/slots.py`), if the offsets are to be counted
+                from them, or T = 0; else None.
             first_ENK: weights [E, N, K]; with two accumulators the gate's.
             second_ENK: the up weights, same shape and strides; None with one accumulator.
             offsets_E1: int32 [E + 1], first row of each expert, then their number.
@@ -111,7 +114,7 @@ class GroupedGemm:
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
             tile_counter_1: int32 [1], 0 when the kernel starts; it counts the tiles that were drawn.
-            early: the weights, the offsets and the counter were complete before the previous kernel on the stream
+            early: the weights and the offsets, or the ids, were complete before the previous kernel on the stream
                 started. It is one of this library's: those let a successor start only when their own predecessor is
                 complete.
             sm_count: multiprocessors of the device.
@@ -142,6 +145,7 @@ class GroupedGemm:
             tma_rows,
             tma_rows_MK,
             source_index_M,
+            ids_TKW,
             offsets_E1,
             () if epilogue_arguments is None else epilogue_arguments,
             row_index_M,
@@ -194,6 +198,7 @@ class GroupedGemm:
         tma_rows: cute.CopyAtom,
         rows_MK: cute.Tensor,
         source_index_M: cute.Tensor | None,
+        ids_TKW: cute.Tensor | None,
         offsets_E1: cute.Tensor,
         epilogue_arguments: tuple,
         row_index_M: cute.Tensor | None,
@@ -250,6 +255,8 @@ class GroupedGemm:
         self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
         tile_scheduler.fill_tables(
             offsets_E1,
+            ids_TKW,
+            self.threads,
             self.token_widths[-1],
             block // self.cluster,
             feature_tiles,
@@ -273,6 +280,8 @@ class GroupedGemm:
             token_tiles = tile_scheduler.all_tiles(s_tile_starts[experts])
             together = self.reduction_tiles >= LONG_REDUCTION and token_tiles > experts
             if warp == SCHEDULER_WARP and rank == 0:
+                if early:
+                    cute.arch.griddepcontrol_wait()  # the counter may be what the kernel before sets
                 while tokens > 0:
                     work = self.queue.draw(grid // self.cluster, tile_phase, together, token_tiles * feature_tiles)
                     expert, feature_tile, first_row, tokens = tile_scheduler.locate_tile(

@@ -1,40 +1,25 @@
 """route: stable counting sort of the (token, slot) pairs by expert, without a host synchronisation.
 
-Slot t * K + k names its expert; an id outside [0, E) drops the slot. Rows are numbered expert by expert and, within an
-expert, in slot order, so the result depends on nothing but the ids.
+Rows are numbered expert by expert and, within an expert, in slot order, so the result depends on nothing but the ids.
 
-Two kernels: `count_kernel` counts each chunk's slots by expert; `place_kernel` adds up the counts before its own
-chunk and ranks the slots within it. One chunk needs only the second. Integer counters in shared memory are the only
-atomics: their sums do not depend on the order.
+Each CTA of `place_kernel` ranks the slots of a chunk, CHUNK_SLOTS at a time. How many slots each expert has, and how
+many in earlier chunks, it counts itself where that is quicker than a launch; else `count_kernel` did, chunk by chunk.
+Integer counters in shared memory are the only atomics: their sums do not depend on the order.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from cutlass_moe.config import CHUNK_SLOTS, MAX_EXPERTS
+from cutlass_moe.config import CHUNK_SLOTS, COUNTED_SLOTS, MAX_EXPERTS
 from cutlass_moe.kernels import tile_scheduler
+from cutlass_moe.kernels.slots import DROPPED, count_slots, expert_of, place_of
 
-THREADS = CHUNK_SLOTS  # one slot a thread and round
-DROPPED = -1
-
-
-@cute.jit
-def expert_of(expert_id: cutlass.Numeric, experts: Int32) -> Int32:
-    """The expert that an id names, or DROPPED. Compares in the id's own width: an int64 beyond 2^31 must not wrap."""
-    expert = Int32(DROPPED)
-    if expert_id >= 0 and expert_id < experts:
-        expert = Int32(expert_id)
-    return expert
-
-
-@cute.jit
-def place_of(slot: Int32, table_TK: cute.Tensor):
-    """(token, k) of a slot."""
-    top_k = cute.size(table_TK, mode=[1])
-    return slot // top_k, slot % top_k
+THREADS = CHUNK_SLOTS  # one slot a thread and round; at least MAX_EXPERTS
+WARPS = THREADS // 32
+ALL_LANES = 0xFFFFFFFF
 
 
 @cute.jit
@@ -54,18 +39,6 @@ def weight_at(slot: Int32, weights_TK: cute.Tensor | None) -> Float32:
         if slot < cute.size(weights_TK):
             weight = weights_TK[place_of(slot, weights_TK)].to(Float32)
     return weight
-
-
-@cute.jit
-def count_equal_before(experts_S: cute.Tensor, position: Int32, limit: Int32) -> Int32:
-    """How many of experts_S[0 .. position) equal experts_S[position]. `limit` >= position bounds the loop for a
-    whole warp."""
-    mine = experts_S[position]
-    count = Int32(0)
-    for i in cutlass.range(limit, unroll=8):
-        if experts_S[i] == mine and i < position:
-            count += 1
-    return count
 
 
 @cute.jit
@@ -110,22 +83,28 @@ def place_kernel(
 ):
     thread, _, _ = cute.arch.thread_idx()
     chunk, _, _ = cute.arch.block_idx()
+    lane = cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     chunks, experts = chunk_counts_CE.shape
     slots = cute.size(ids_TK)
     smem = SmemAllocator()
     s_offsets = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS + 1), byte_alignment=16)
     s_next_row = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16)
-    s_experts = smem.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
-    s_warps = smem.allocate_tensor(Int32, cute.make_layout(THREADS // 32), byte_alignment=16)
-    for e in cutlass.range(thread, experts, THREADS):
-        s_offsets[e] = Int32(0)
+    s_warps = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+    # Of each warp: its slots of each expert, then the row of the first of them.
+    layout = cute.make_layout((WARPS, MAX_EXPERTS), stride=(MAX_EXPERTS, 1))
+    s_rows = smem.allocate_tensor(Int32, layout, byte_alignment=16)
+    if thread < experts:
+        s_offsets[thread] = Int32(0)
+        s_next_row[thread] = Int32(0)
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
 
     rounds = chunk_rounds(slots, chunks)
-    slot = chunk * rounds * THREADS + thread
+    first_slot = chunk * rounds * THREADS
+    warps = cutlass.min(cute.ceil_div(slots, 32), WARPS)  # that have slots
+    slot = first_slot + thread
     expert = expert_at(slot, ids_TK, experts)
     weight = weight_at(slot, weights_TK)  # long before it is stored: both loads are on the way together
 
@@ -133,19 +112,19 @@ def place_kernel(
     if chunks == 1:
         if expert >= 0:
             cute.arch.atomic_add(s_offsets.iterator + expert, Int32(1))
-        for e in cutlass.range(thread, experts, THREADS):
-            s_next_row[e] = Int32(0)
-    else:
-        for e in cutlass.range(thread, experts, THREADS):
-            total = Int32(0)
-            before = Int32(0)
-            for c in cutlass.range(chunks, unroll=16):
-                count = chunk_counts_CE[c, e]
-                total += count
-                if c < chunk:
-                    before += count
-            s_offsets[e] = total
-            s_next_row[e] = before
+    elif slots <= COUNTED_SLOTS:
+        totals_E = cute.make_tensor(s_offsets.iterator, cute.make_layout(experts))
+        count_slots(ids_TK, THREADS, totals_E, s_next_row, first_slot)
+    elif thread < experts:
+        total = Int32(0)
+        before = Int32(0)
+        for c in cutlass.range(chunks, unroll=16):
+            count = chunk_counts_CE[c, thread]
+            total += count
+            if c < chunk:
+                before += count
+        s_offsets[thread] = total
+        s_next_row[thread] = before
     cute.arch.sync_threads()
     mine = 2 * thread  # and the next
     first, second = Int32(0), Int32(0)
@@ -155,19 +134,34 @@ def place_kernel(
         second = s_offsets[mine + 1]
     tile_scheduler.sum_up(first, second, experts, s_offsets, s_warps)
     cute.arch.sync_threads()
-    for e in cutlass.range(thread, experts, THREADS):
-        s_next_row[e] = s_next_row[e] + s_offsets[e]
+    if thread < experts:
+        s_next_row[thread] = s_next_row[thread] + s_offsets[thread]
     if chunk == 0:
         for e in cutlass.range(thread, experts + 1, THREADS):
             expert_offsets_E1[e] = s_offsets[e]
         if thread < cute.size(tile_counters_2):
             tile_counters_2[thread] = Int32(0)
 
+    earlier = (Uint32(1) << lane) - 1  # lanes
     for r in cutlass.range(rounds):
-        s_experts[thread] = expert
+        if thread < experts:
+            for w in cutlass.range(warps):
+                s_rows[w, thread] = Int32(0)
+        cute.arch.sync_threads()
+        same = cute.arch.match_sync(ALL_LANES, expert)
+        if expert >= 0 and same & earlier == 0:
+            s_rows[warp, expert] = cute.arch.popc(same)
+        cute.arch.sync_threads()
+        if thread < experts:
+            row = s_next_row[thread]
+            for w in cutlass.range(warps, unroll=8):
+                count = s_rows[w, thread]
+                s_rows[w, thread] = row
+                row += count
+            s_next_row[thread] = row
         cute.arch.sync_threads()
         if expert >= 0:
-            row = s_next_row[expert] + count_equal_before(s_experts, thread, warp * 32 + 32)
+            row = s_rows[warp, expert] + cute.arch.popc(same & earlier)
             token, k = place_of(slot, ids_TK)
             row_slot_M[row] = slot
             row_token_M[row] = token
@@ -176,11 +170,9 @@ def place_kernel(
                 row_weight_M[row] = weight
         elif slot < slots:
             slot_row_TK[place_of(slot, ids_TK)] = Int32(DROPPED)
-        cute.arch.sync_threads()
-        if expert >= 0:
-            cute.arch.atomic_add(s_next_row.iterator + expert, Int32(1))
         slot += THREADS
         if r + 1 < rounds:
+            cute.arch.sync_threads()
             expert = expert_at(slot, ids_TK, experts)
             weight = weight_at(slot, weights_TK)
 
@@ -208,11 +200,11 @@ def route(
         row_token_M: out, int32: the token of each row; unset past the last row.
         slot_row_TK: out, int32: the row of each slot, -1 where it is dropped.
         row_weight_M: out, fp32: the routing weight of each row, or None.
-        chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks.
+        chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks; used from COUNTED_SLOTS slots on.
         tile_counters_2: out, int32: zeros, from which the layer's two GEMMs count their tiles.
     """
     chunks, _ = chunk_counts_CE.shape
-    if chunks > 1:
+    if cute.size(ids_TK) > COUNTED_SLOTS:
         count_kernel(ids_TK, chunk_counts_CE).launch(
             grid=(chunks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )

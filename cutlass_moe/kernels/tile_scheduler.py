@@ -1,7 +1,7 @@
 """Which tile a CTA works on: integer logic over the experts' row counts, read on the device.
 
 Most functions here are plain integer arithmetic on tensors, so they also run on the host: the CPU tests call the very
-source that the kernels use. Only `sum_up` and `fill_tables` need a CTA.
+source that the kernels use. Only `sum_up`, `fill_tables` and what this calls need a CTA.
 
 An expert's rows are split evenly, in granules of 16, over the fewest tiles of at most `tile_tokens` rows: 257 rows
 under a width of 256 are two tiles of 128 and 129, not one of 256 and one of 1; and no more than one granule of an
@@ -19,6 +19,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutlass_moe.config import MAX_EXPERTS, ROW_GRANULE
+from cutlass_moe.kernels import slots
 
 # A count of token tiles keeps those of experts with several above, and those of experts with one in this many bits.
 SINGLE_BITS = MAX_EXPERTS.bit_length()
@@ -188,8 +189,53 @@ def sum_up(first: Int32, second: Int32, length: Int32, sums_N1: cute.Tensor, s_w
 
 
 @cute.jit
+def _rows_from_offsets(offsets_E1: cute.Tensor, s_offsets_E1: cute.Tensor):
+    """Copies the offsets to shared memory. Returns the first rows of this thread's two experts, and their end."""
+    thread, _, _ = cute.arch.thread_idx()
+    experts = cute.size(offsets_E1) - 1
+    expert = 2 * thread
+    # Past the last expert its end again: no rows.
+    first_row, second_row, end_row = (offsets_E1[cutlass.min(expert + i, experts)] for i in range(3))
+    if thread == 0:
+        s_offsets_E1[0] = first_row
+    if expert < experts:
+        s_offsets_E1[expert + 1] = second_row
+    if expert + 1 < experts:
+        s_offsets_E1[expert + 2] = end_row
+    return first_row, second_row, end_row
+
+
+@cute.jit
+def _rows_from_ids(
+    ids_TKW: cute.Tensor,
+    threads: cutlass.Constexpr[int],
+    s_offsets_E1: cute.Tensor,
+    s_counts_E: cute.Tensor,
+    s_warps: cute.Tensor,
+):
+    """The same, from the ids: the offsets that route will store."""
+    thread, _, _ = cute.arch.thread_idx()
+    experts = cute.size(s_counts_E)
+    for e in cutlass.range(thread, experts, threads):
+        s_counts_E[e] = Int32(0)
+    cute.arch.sync_threads()
+    slots.count_slots(ids_TKW, threads, s_counts_E)
+    cute.arch.sync_threads()
+    first, second = Int32(0), Int32(0)
+    if 2 * thread < experts:
+        first = s_counts_E[2 * thread]
+    if 2 * thread + 1 < experts:
+        second = s_counts_E[2 * thread + 1]
+    before, _ = sum_up(first, second, experts, s_offsets_E1, s_warps)
+    cute.arch.sync_threads()  # s_warps is free
+    return before, before + first, before + first + second
+
+
+@cute.jit
 def fill_tables(
     offsets_E1: cute.Tensor,
+    ids_TKW: cute.Tensor | None,
+    threads: cutlass.Constexpr[int],
     tile_tokens: cutlass.Constexpr[int],
     work: Int32,
     feature_tiles: Int32,
@@ -198,21 +244,25 @@ def fill_tables(
     s_warps: cute.Tensor,
     s_tile: cute.Tensor,
 ):
-    """By a whole CTA: fills the two tables in shared memory that `locate_tile` searches, and s_tile with what it would
-    find for `work`: the thread that counts that tile's expert needs no search. Complete on return."""
+    """By a whole CTA of `threads`: fills the two tables in shared memory that `locate_tile` searches, and s_tile with
+    what it would find for `work`: the thread that counts that tile's expert needs no search. Complete on return.
+
+    With ids (T > 0) the rows are counted from them, and of offsets_E1 only the length is read."""
     thread, _, _ = cute.arch.thread_idx()
     experts = cute.size(offsets_E1) - 1
     expert = 2 * thread
-    # Past the last expert its end again: no rows.
-    first_row, second_row, end_row = (offsets_E1[cutlass.min(expert + i, experts)] for i in range(3))
     if thread == 0:
-        s_offsets_E1[0] = first_row
         for i in cutlass.range_constexpr(4):
             s_tile[i] = Int32(0)
-    if expert < experts:
-        s_offsets_E1[expert + 1] = second_row
-    if expert + 1 < experts:
-        s_offsets_E1[expert + 2] = end_row
+    first_row, second_row, end_row = Int32(0), Int32(0), Int32(0)
+    counted = Boolean(False)
+    if cutlass.const_expr(ids_TKW is not None):
+        counted = cute.size(ids_TKW, mode=[0]) > 0
+        if counted:
+            s_counts_E = cute.make_tensor(s_tile_starts_E1.iterator, cute.make_layout(experts))
+            first_row, second_row, end_row = _rows_from_ids(ids_TKW, threads, s_offsets_E1, s_counts_E, s_warps)
+    if not counted:
+        first_row, second_row, end_row = _rows_from_offsets(offsets_E1, s_offsets_E1)
     first = count_by_kind(count_token_tiles(second_row - first_row, tile_tokens))
     second = count_by_kind(count_token_tiles(end_row - second_row, tile_tokens))
     before, tiles = sum_up(first, second, experts, s_tile_starts_E1, s_warps)

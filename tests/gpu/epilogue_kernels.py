@@ -1,6 +1,7 @@
-"""Kernels that only the GPU tests of epilogues run: `python -m cutlass_moe build --module tests.gpu.epilogue_kernels`.
+"""Kernels that only the GPU tests run: `python -m cutlass_moe build --module tests.gpu.epilogue_kernels`.
 
-Every epilogue of the library, alone or in a chain, in a cooperative and in a ping-pong configuration.
+Every epilogue of the library, alone or in a chain, in a cooperative and in a ping-pong configuration; and what is legal
+but not shipped: kernels that gather in a cluster of one CTA.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ EPILOGUES: tuple[Epilogue, ...] = (
 )
 _TALL: tuple[Epilogue, ...] = (Bias(operands=2) | SiluGate(), ResidualAdd(), TRAINING)
 
+GATHERING = [
+    GemmSpec("bfloat16", GemmConfig(128, (16, 48), cluster=1, gather=True), SiluGate()),
+    GemmSpec("bfloat16", GemmConfig(128, (32, 96), cluster=1, ping_pong=True, gather=True), SiluGate()),
+]
 KERNELS = [
+    *GATHERING,
     *(GemmSpec("bfloat16", config, epilogue) for config in (COOPERATIVE, PING_PONG) for epilogue in EPILOGUES),
     *(GemmSpec("bfloat16", TALL, epilogue) for epilogue in _TALL),
     *(GemmSpec("float16", COOPERATIVE, epilogue) for epilogue in _TALL),

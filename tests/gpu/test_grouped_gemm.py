@@ -1,4 +1,5 @@
-"""Every shipped GEMM kernel against fp32, at token counts around each of its widths; and `grouped_gemm`."""
+"""Every shipped GEMM kernel against fp32, at token counts around each of its widths, and kernels that gather in a
+cluster of one CTA; and `grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from cutlass_moe.aot.verify import random_inputs
 from cutlass_moe.config import LONG_REDUCTION, REDUCTION_TILE, GemmSpec
 from cutlass_moe.epilogue_arguments import kernel_arguments
 from epilogues import Identity, RoutingScale, SiluGate
+from tests.gpu.epilogue_kernels import GATHERING
 
-GEMMS = [spec for spec in catalogue() if isinstance(spec, GemmSpec)]
+GEMMS = [*(spec for spec in catalogue() if isinstance(spec, GemmSpec)), *GATHERING]
 UNUSED_ROWS = 37  # rows past the last expert's: dropped slots leave them unwritten
 
 
@@ -56,6 +58,14 @@ def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cuda")
 
 
+def words_of_ids(counts: list[int]) -> Tensor:
+    """The words [T, 3, 2] of int64 ids in any order, of which so many name each expert, and some none."""
+    named = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    none = torch.tensor([-1, len(counts), 2**32, -(2**32), 2**31])
+    named = torch.cat([named, none, none[: -(len(named) + len(none)) % 3]])
+    return named[torch.randperm(len(named))].cuda().view(torch.int32).view(-1, 3, 2)
+
+
 def check_kernel(
     spec: GemmSpec,
     counts: list[int],
@@ -63,10 +73,12 @@ def check_kernel(
     reduction: int,
     layout: str,
     sm_count: int,
+    counts_ids: bool,
     guarded: Any,
     assert_gemm_close: Any,
 ) -> None:
-    """Runs the kernel on poisoned outputs: rows that experts have are right, nothing else is written."""
+    """Runs the kernel on poisoned outputs: rows that experts have are right, nothing else is written. With `counts_ids`
+    it gets ids instead of offsets."""
     dtype = getattr(torch, spec.dtype)
     epilogue = spec.epilogue
     offsets = offsets_of(counts)
@@ -87,19 +99,24 @@ def check_kernel(
         row_index = torch.randperm(out_rows, device="cuda")[:rows].int()
     out = guarded((out_rows, features), dtype, features + 8)
     counter = offsets.new_zeros(1)
-    early = sm_count == 2
-    if early:  # what it promises: weights, offsets and counter are complete before the previous kernel starts
-        torch.cuda.synchronize()
-    source_index = None
+    early = sm_count == 2 or counts_ids
+    source_index, ids, given_offsets = None, None, offsets
     if spec.config.gather:  # the same rows, from a shuffled matrix
         order = torch.randperm(rows, device="cuda")
         a_MK, source_index = wide[order][:, :reduction], torch.argsort(order).int()
+        ids = offsets.new_empty(0, 1, 1)
+        if counts_ids:
+            ids = words_of_ids(counts)
+            given_offsets = torch.full_like(offsets, -7)
+    if early:  # what it promises: weights and offsets or ids are complete before the previous kernel starts
+        torch.cuda.synchronize()
     get_kernel(spec)(
         checks.canonical_strides(a_MK),
         source_index,
+        ids,
         checks.canonical_strides(weights[0]),
         checks.canonical_strides(weights[1]) if len(weights) == 2 else None,
-        offsets,
+        given_offsets,
         kernel_arguments(epilogue, inputs, ()) or None,
         row_index,
         checks.canonical_strides(out.tensor),
@@ -137,7 +154,8 @@ def test_shipped_kernel(spec: GemmSpec, guarded: Any, assert_gemm_close: Any) ->
     ]
     for shape in shapes:
         if sum(shape[0]):
-            check_kernel(spec, *shape, guarded, assert_gemm_close)
+            for counts_ids in {False, spec.config.gather}:
+                check_kernel(spec, *shape, counts_ids, guarded, assert_gemm_close)
         else:
             check_all_empty(spec, len(shape[0]), guarded)
 
@@ -152,6 +170,7 @@ def check_all_empty(spec: GemmSpec, experts: int, guarded: Any) -> None:
     get_kernel(spec)(
         torch.full((UNUSED_ROWS, 64), torch.nan, dtype=dtype, device="cuda"),
         torch.arange(UNUSED_ROWS, dtype=torch.int32, device="cuda") if spec.config.gather else None,
+        words_of_ids([0] * experts) if spec.config.gather else None,
         weights[0],
         weights[1] if len(weights) == 2 else None,
         offsets_of([0] * experts),

@@ -11,7 +11,7 @@ from torch import Tensor
 import cutlass_moe
 from cutlass_moe import reference
 from cutlass_moe.aot.load import get_kernel
-from cutlass_moe.config import CHUNK_SLOTS, MAX_CHUNKS, MAX_EXPERTS, RouteSpec, route_chunks
+from cutlass_moe.config import CHUNK_SLOTS, COUNTED_SLOTS, MAX_CHUNKS, MAX_EXPERTS, RouteSpec, route_chunks
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOKENS = (1, 2, 5, 17, 63, 100, 257, 515)
@@ -78,7 +78,10 @@ def test_route(id_dtype: torch.dtype, weight_dtype: torch.dtype | None, guarded:
             check_route(make_ids(tokens, top_k, experts, id_dtype, seed), experts, weight_dtype, guarded)
 
 
-@pytest.mark.parametrize("slots", [CHUNK_SLOTS - 1, CHUNK_SLOTS, CHUNK_SLOTS + 1, MANY, MANY + 1, 3 * MANY + 77])
+BORDERS = [at + past for at in (32, CHUNK_SLOTS, COUNTED_SLOTS, MANY) for past in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("slots", [*BORDERS, 3 * MANY + 77])
 def test_route_at_the_borders_of_its_chunks(slots: int, guarded: Any) -> None:
     for experts in (1, 16, MAX_EXPERTS):
         check_route(make_ids(slots, 1, experts, torch.int64, slots), experts, torch.float32, guarded)
