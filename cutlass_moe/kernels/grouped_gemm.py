@@ -223,7 +223,8 @@ class GroupedGemm:
         self.s_rows = smem.allocate_tensor(
             self.dtype, rows_layout.outer, byte_alignment=ALIGNMENT, swizzle=rows_layout.inner
         )
-        self.store.bind(smem, epilogue_arguments, row_index_M, out_MN, swap)
+        reduction = cute.size(weights_NKE, mode=[1])
+        self.store.bind(smem, epilogue_arguments, row_index_M, out_MN, reduction, swap)
         s_offsets, s_tile_starts, s_warps, s_tile = (
             smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
             for count in (MAX_EXPERTS + 1, MAX_EXPERTS + 1, self.threads // 32, 4)
@@ -252,7 +253,7 @@ class GroupedGemm:
             cute.arch.griddepcontrol_wait()
 
         feature_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[0]), self.tile_features * self.cluster)
-        self.reduction_tiles = cute.ceil_div(cute.size(weights_NKE, mode=[1]), REDUCTION_TILE)
+        self.reduction_tiles = cute.ceil_div(reduction, REDUCTION_TILE)
         tile_scheduler.fill_tables(
             offsets_E1,
             ids_TKW,
