@@ -24,8 +24,8 @@ class WorkQueue:
     """Passes the tiles of a cluster, one at a time, from the warp that draws their numbers to every warp that works on
     them.
 
-    A tile is four int32, which mean nothing here. They lie in `s_tile` of each CTA. `full` there counts the bytes of
-    their arrival; `empty`, in the cluster's first CTA, counts an arrival of each warp of the cluster that has read
+    A tile is four int32, which mean nothing here. They lie in `s_tile` of each CTA. `full` there counts their
+    arrival; `empty`, in the cluster's first CTA, counts an arrival of each warp of the cluster that has read
     them. All sides keep the phase of the next tile.
 
     A number is not drawn before all have read the tile before: a number drawn long ago is as good as dealt out
@@ -95,9 +95,15 @@ class WorkQueue:
         """Writes a tile to every CTA of the cluster, lane i to CTA i, when all have read the one before."""
         cute.arch.mbarrier_wait(self.empty, phase ^ 1)
         lane = cute.arch.lane_idx()
+        s_tile = self.s_tile
         if lane < self.cluster:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full, 16, lane)
-            cute.arch.store_async_dsmem(self.s_tile.iterator, tile, self.full, lane)
+            if cutlass.const_expr(self.cluster > 1):
+                cute.arch.mbarrier_arrive_and_expect_tx(self.full, 16, lane)
+                cute.arch.store_async_dsmem(s_tile.iterator, tile, self.full, lane)
+            else:  # a CTA by itself is no cluster to write to
+                for i in cutlass.range_constexpr(4):
+                    s_tile[i] = tile[i]
+                cute.arch.mbarrier_arrive(self.full)
 
     @cute.jit
     def take(self, phase: Int32):
