@@ -122,6 +122,7 @@ class WorkQueue:
 
     @cute.jit
     def _arrive(self):
+        cute.arch.sync_warp()  # all lanes have read
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(self.cluster > 1):
                 cute.arch.mbarrier_arrive(self.empty, 0)
