@@ -12,7 +12,7 @@ from epilogues.base import stored_planes
 MAX_EXPERTS = 512  # the GEMM keeps two tables of this many experts in shared memory
 CHUNK_SLOTS = 512  # slots one CTA of the routing kernel ranks at a time
 MAX_CHUNKS = 128  # beyond this many chunks each CTA ranks several in turn, so that work stays linear in the slots
-COUNTED_SLOTS = 4096  # up to this many, each CTA that needs the experts' counts counts all ids itself
+COUNTED_SLOTS = 4096  # up to this many, route's CTAs and a GEMM that gathers behind it count all ids themselves
 ROW_GRANULE = 16  # an expert's rows are split into tiles at multiples of it
 REDUCTION_TILE = 64  # elements of the reduction dimension in one stage: one 128-byte swizzle line
 LONG_REDUCTION = 192  # stages from which the clusters of a wave stay together: their tiles read twice the L2 then

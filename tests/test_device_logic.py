@@ -166,7 +166,7 @@ def test_experts_of_ids_and_of_their_words(
 
 
 def test_chunks_cover_all_slots(compiled: Callable[..., Any]) -> None:
-    slots = torch.tensor([1, 2, 255, 256, 257, 4096, 32768, 32769, 65536, 1_000_003, 2**30], dtype=torch.int32)
+    slots = torch.tensor([1, 2, 511, 512, 513, 4096, 65536, 65537, 131072, 1_000_003, 2**30], dtype=torch.int32)
     chunks = torch.tensor([route_chunks(int(n)) for n in slots], dtype=torch.int32)
     rounds = torch.zeros_like(slots)
     compiled(rounds_of, slots, chunks, rounds)

@@ -86,7 +86,10 @@ def check_kernel(spec: KernelSpec, kernel: Kernel, device: torch.device, sm_coun
             return _check_permute(spec, kernel, device)
         if isinstance(spec, CombineSpec):
             return _check_combine(spec, kernel, device)
-        return _check_gemm(spec, kernel, device, sm_count)
+        error = _check_gemm(spec, kernel, device, sm_count)
+        if spec.config.gather:
+            error = max(error, _check_gemm(spec, kernel, device, sm_count, counts_ids=True))
+        return error
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -158,10 +161,11 @@ def _check_combine(spec: CombineSpec, kernel: Kernel, device: torch.device) -> f
     return _require_close("out", f"{tokens} tokens", wide[:, :hidden], expected_TH)
 
 
-def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: int) -> float:
+def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: int, counts_ids: bool = False) -> float:
     """Experts with as many rows as each tile width, one less, and more than the widest; one without rows.
 
-    Weight rows are no multiple of a tile; the reduction is no multiple of a stage and longer than all stages.
+    Weight rows are no multiple of a tile; the reduction is no multiple of a stage and longer than all stages. With
+    `counts_ids` the kernel gets the words of ids instead of the offsets.
     """
     config, epilogue, dtype = spec.config, spec.epilogue, getattr(torch, spec.dtype)
     counts_E = [2 * config.tile_tokens + 1, 0]
@@ -194,18 +198,25 @@ def _check_gemm(spec: GemmSpec, kernel: Kernel, device: torch.device, sm_count: 
         ids_TKW = offsets_E1.new_empty((0, 1, 1))
         order = torch.randperm(rows, generator=generator, device=device)
         source_MK, source_index_M = a_MK[order], torch.argsort(order).to(torch.int32)
+    given_offsets_E1 = offsets_E1
+    if counts_ids:
+        ids = torch.arange(len(counts_E), device=device).repeat_interleave(offsets_E1.diff())
+        ids_TKW = ids[torch.randperm(len(ids), generator=generator, device=device)].view(torch.int32).view(-1, 1, 2)
+        given_offsets_E1 = torch.full_like(offsets_E1, -7)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the ids are complete, as an early start takes for granted
     kernel(
         source_MK,
         source_index_M,
         ids_TKW,
         weights[0],
         weights[1] if len(weights) > 1 else None,
-        offsets_E1,
+        given_offsets_E1,
         kernel_arguments(epilogue, inputs, sides) or None,
         row_index_M,
         out,
         offsets_E1.new_zeros(1),
-        False,
+        counts_ids,
         sm_count,
     )
     expected = torch.full((out_rows, features), torch.nan, device=device)

@@ -56,7 +56,8 @@ class GroupedGemm:
     its result.
 
     Programmatic dependent launch: the kernel may start while the one before it runs. With `early` it reads the
-    offsets and fills its first stages with weights before it waits for that one; see `__call__`.
+    offsets, or counts them from the ids, and fills its first stages with weights before it waits for that one; see
+    `__call__`.
 
     Gate and up (an epilogue with two accumulators): one 5-D TMA view takes 8 gate rows, the 8 matching up rows, and
     so on.
@@ -113,10 +114,9 @@ class GroupedGemm:
                 has none. A side output is [rows, values, N], or fp32 [rows].
             row_index_M: int32 [M], where each row is stored; None stores row r at row r.
             out_MN: output rows [.., N].
-            tile_counter_1: int32 [1], 0 when the kernel starts; it counts the tiles that were drawn.
+            tile_counter_1: int32 [1], 0 when the previous kernel is complete; it counts the tiles that were drawn.
             early: the weights and the offsets, or the ids, were complete before the previous kernel on the stream
-                started. It is one of this library's: those let a successor start only when their own predecessor is
-                complete.
+                let this one start. It is one of this library's: those do when their own predecessor is complete.
             sm_count: multiprocessors of the device.
         """
         self.dtype = rows_MK.element_type

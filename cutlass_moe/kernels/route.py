@@ -17,7 +17,8 @@ from cutlass_moe.config import CHUNK_SLOTS, COUNTED_SLOTS, MAX_EXPERTS
 from cutlass_moe.kernels import tile_scheduler
 from cutlass_moe.kernels.slots import DROPPED, count_slots, expert_of, place_of
 
-THREADS = CHUNK_SLOTS  # one slot a thread and round; at least MAX_EXPERTS
+THREADS = CHUNK_SLOTS  # one slot a thread and round
+assert THREADS >= MAX_EXPERTS, "each expert needs a thread"
 WARPS = THREADS // 32
 ALL_LANES = 0xFFFFFFFF
 
@@ -200,7 +201,7 @@ def route(
         row_token_M: out, int32: the token of each row; unset past the last row.
         slot_row_TK: out, int32: the row of each slot, -1 where it is dropped.
         row_weight_M: out, fp32: the routing weight of each row, or None.
-        chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks; used from COUNTED_SLOTS slots on.
+        chunk_counts_CE: scratch, int32, C = `config.route_chunks(M)` chunks; used beyond COUNTED_SLOTS slots.
         tile_counters_2: out, int32: zeros, from which the layer's two GEMMs count their tiles.
     """
     chunks, _ = chunk_counts_CE.shape

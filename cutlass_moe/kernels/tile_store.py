@@ -125,7 +125,7 @@ class TileStore:
         rows, outputs = out_MN.shape
         policy = Int64(EVICT_LAST)
         if cutlass.const_expr(self.row_index_M is not None):
-            if Int64(rows) * reduction * ELEMENT_BYTES < INPUT_BYTES:
+            if Int64(cute.size(self.row_index_M)) * reduction * ELEMENT_BYTES < INPUT_BYTES:
                 policy = Int64(EVICT_FIRST)
         if Int64(rows) * outputs * (out_MN.element_type.width // 8) >= KEPT_BYTES:
             policy = Int64(EVICT_NORMAL)

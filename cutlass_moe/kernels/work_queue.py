@@ -40,7 +40,7 @@ class WorkQueue:
         self.cluster = cluster
 
     def bind(self, smem: Any, tile_counter_1: cute.Tensor) -> None:
-        """Takes the counter, int32 [1], 0 when the kernel starts, and shared memory."""
+        """Takes the counter, int32 [1], 0 when the first number is drawn, and shared memory."""
         self.counter = tile_counter_1
         self.s_tile = smem.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
         self.full = smem.allocate_array(Int64, 1)
@@ -94,6 +94,7 @@ class WorkQueue:
     def hand_out(self, tile: tuple, phase: Int32):
         """Writes a tile to every CTA of the cluster, lane i to CTA i, when all have read the one before."""
         cute.arch.mbarrier_wait(self.empty, phase ^ 1)
+        cute.arch.sync_warp()  # a lane that waited longer would take the next tile's phase for this one's
         lane = cute.arch.lane_idx()
         s_tile = self.s_tile
         if lane < self.cluster:
@@ -122,7 +123,7 @@ class WorkQueue:
 
     @cute.jit
     def _arrive(self):
-        cute.arch.sync_warp()  # all lanes have read
+        cute.arch.sync_warp()  # all lanes have seen the tile
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(self.cluster > 1):
                 cute.arch.mbarrier_arrive(self.empty, 0)

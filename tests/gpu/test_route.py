@@ -87,6 +87,11 @@ def test_route_at_the_borders_of_its_chunks(slots: int, guarded: Any) -> None:
         check_route(make_ids(slots, 1, experts, torch.int64, slots), experts, torch.float32, guarded)
 
 
+def test_route_many_slots_a_token(guarded: Any) -> None:
+    for top_k in (CHUNK_SLOTS - 1, CHUNK_SLOTS, CHUNK_SLOTS + 1, 1500):
+        check_route(make_ids(2, top_k, 16, torch.int32, top_k), 16, torch.float32, guarded)
+
+
 def test_route_odd_distributions(guarded: Any) -> None:
     tokens, top_k, experts = 700, 2, 16
     for value in (-1, 0, 7, experts - 1, experts):

@@ -52,6 +52,14 @@ def test_sizes(experts: int, dtype: torch.dtype, make_layer: Any, guarded: Any, 
         assert torch.equal(run(layer, layout), out.tensor)
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(512, 8), (4097, 1), (3, 400)])
+def test_as_many_slots_as_are_counted_and_one_more(
+    tokens: int, top_k: int, make_layer: Any, assert_layer_close: Any
+) -> None:
+    layer = make_layer(tokens, top_k, 401, 128, 64, device="cuda")
+    assert_layer_close(run(layer, "separate"), reference_experts(*layer.arguments))
+
+
 @pytest.mark.parametrize(("hidden", "intermediate"), [(8, 8), (64, 128), (1032, 264), (128, 1096), (2056, 72)])
 def test_shapes(hidden: int, intermediate: int, make_layer: Any, assert_layer_close: Any) -> None:
     for layout in LAYOUTS:
