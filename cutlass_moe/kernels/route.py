@@ -127,12 +127,7 @@ def place_kernel(
         s_offsets[thread] = total
         s_next_row[thread] = before
     cute.arch.sync_threads()
-    mine = 2 * thread  # and the next
-    first, second = Int32(0), Int32(0)
-    if mine < experts:
-        first = s_offsets[mine]
-    if mine + 1 < experts:
-        second = s_offsets[mine + 1]
+    first, second = tile_scheduler.two_counts(s_offsets, experts)
     tile_scheduler.sum_up(first, second, experts, s_offsets, s_warps)
     cute.arch.sync_threads()
     if thread < experts:

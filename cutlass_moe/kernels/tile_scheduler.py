@@ -149,6 +149,19 @@ def locate_tile(
 
 
 @cute.jit
+def two_counts(counts_E: cute.Tensor, experts: Int32):
+    """The counts of this thread's two experts, as `sum_up` takes them: zeros past the last."""
+    thread, _, _ = cute.arch.thread_idx()
+    mine = 2 * thread  # and the next
+    first, second = Int32(0), Int32(0)
+    if mine < experts:
+        first = counts_E[mine]
+    if mine + 1 < experts:
+        second = counts_E[mine + 1]
+    return first, second
+
+
+@cute.jit
 def sum_up(first: Int32, second: Int32, length: Int32, sums_N1: cute.Tensor, s_warps: cute.Tensor):
     """By a whole CTA: sums_N1[i] becomes the sum of the first i values, for 0 <= i <= length <= 2 * threads.
 
@@ -221,11 +234,7 @@ def _rows_from_ids(
     cute.arch.sync_threads()
     slots.count_slots(ids_TKW, threads, s_counts_E)
     cute.arch.sync_threads()
-    first, second = Int32(0), Int32(0)
-    if 2 * thread < experts:
-        first = s_counts_E[2 * thread]
-    if 2 * thread + 1 < experts:
-        second = s_counts_E[2 * thread + 1]
+    first, second = two_counts(s_counts_E, experts)
     before, _ = sum_up(first, second, experts, s_offsets_E1, s_warps)
     cute.arch.sync_threads()  # s_warps is free
     return before, before + first, before + first + second
