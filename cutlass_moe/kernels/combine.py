@@ -1,7 +1,7 @@
 """combine: sums each token's rows in slot order, in fp32, and rounds once. No atomics: the result is bitwise
 repeatable.
 
-One thread owns 8 neighbouring columns (16 bytes) of one token; a CTA covers `COLUMNS` of them.
+One thread owns 8 neighbouring columns (16 bytes) of one token; a CTA covers THREADS * VECTOR of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int64, cute
 
-VECTOR = 8  # elements of one 16-byte access
+from cutlass_moe.kernels.l2_policy import EVICT_FIRST
+
+VECTOR = 8  # elements of one access
+VECTOR_BITS = 128
 THREADS = 256
 
 
@@ -22,14 +25,18 @@ def combine_kernel(y_MH: cute.Tensor, slot_row_TK: cute.Tensor, out_TH: cute.Ten
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if column * VECTOR < cute.size(out_TH, mode=[1]):
+        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), y_MH.element_type, num_bits_per_copy=VECTOR_BITS)
         total = cute.make_rmem_tensor(cute.make_layout((1, VECTOR)), Float32)
         total.fill(0.0)
         for k in cutlass.range(top_k, unroll=8):
             # The load does not wait for the slot's state; a dropped slot's row was never written and may hold NaN, so
             # it is left out, not multiplied by zero.
-            row = cute.local_tile(y_MH, (1, VECTOR), (Int64(token) * top_k + k, column)).load().to(Float32)
+            row = cute.make_rmem_tensor((1, VECTOR), y_MH.element_type)
+            source = cute.local_tile(y_MH, (1, VECTOR), (Int64(token) * top_k + k, column))
+            # Nobody reads it again: what is still to be read shall stay in L2 instead.
+            cute.copy(atom, source[0, None], row[0, None], cache_policy=Int64(EVICT_FIRST))
             if slot_row_TK[token, k] >= 0:
-                total.store(total.load() + row)
+                total.store(total.load() + row.load().to(Float32))
         out = cute.local_tile(out_TH, (1, VECTOR), (Int64(token), column))
         out.store(total.load().to(out_TH.element_type))
 

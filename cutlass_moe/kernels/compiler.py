@@ -151,7 +151,7 @@ def kernel_sources(spec: KernelSpec) -> list[Path]:
     modules = {
         "route": ["route", "slots", "tile_scheduler"],
         "permute": ["permute"],
-        "combine": ["combine"],
+        "combine": ["combine", "l2_policy"],
         "gemm": ["grouped_gemm", "l2_policy", "row_loader", "slots", "tile_scheduler", "tile_store", "work_queue"],
     }[spec.describe()["kind"]]
     names = ["cutlass_moe.config", "cutlass_moe.kernels.compiler", *(f"cutlass_moe.kernels.{m}" for m in modules)]
