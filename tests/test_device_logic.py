@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from cutlass_moe.checks import MAX_ROWS  # noqa: E402
 from cutlass_moe.config import CHUNK_SLOTS, ROW_GRANULE, route_chunks  # noqa: E402
-from cutlass_moe.kernels import route, slots, tile_scheduler  # noqa: E402
+from cutlass_moe.kernels import l2_policy, route, slots, tile_scheduler  # noqa: E402
 
 TILE_TOKENS = (32, 160, 288)
 row_counts = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 700)), min_size=1, max_size=40)
@@ -174,3 +174,52 @@ def test_chunks_cover_all_slots(compiled: Callable[..., Any]) -> None:
     assert bool((covered >= slots).all())
     # Less than one more round of every chunk would be too few.
     assert bool(((rounds.long() - 1) * chunks * CHUNK_SLOTS < slots).all())
+
+
+@cute.jit
+def weights_policies(cases_N4: cute.Tensor, policies_N: cute.Tensor):
+    for i in cutlass.range(cute.size(policies_N)):
+        rows, tokens, fills_gpu, scatters_much = (cases_N4[i, n] for n in range(4))
+        policies_N[i] = l2_policy.of_weights(rows, tokens, fills_gpu != 0, scatters_much != 0)
+
+
+@cute.jit
+def output_policy(out_MN: cute.Tensor, row_index_M: cute.Tensor, policies_2: cute.Tensor, reduction: cutlass.Int32):
+    policies_2[0] = l2_policy.of_output(out_MN, None, reduction)
+    policies_2[1] = l2_policy.of_output(out_MN, row_index_M, reduction)
+
+
+def test_weights_are_a_stream_or_shared(compiled: Callable[..., Any]) -> None:
+    first, normal, last = l2_policy.EVICT_FIRST, l2_policy.EVICT_NORMAL, l2_policy.EVICT_LAST
+    expected = {  # rows of the expert, of the tile, whether an expert fills the GPU, whether much is scattered
+        (8, 8, 1, 0): first,
+        (23, 23, 1, 0): first,
+        (24, 24, 1, 0): last,
+        (192, 192, 1, 0): last,
+        (193, 193, 1, 0): first,
+        (64, 64, 0, 0): first,
+        (64, 64, 0, 1): last,
+        (200, 100, 1, 0): normal,
+        (200, 100, 0, 1): normal,
+    }
+    policies = torch.zeros(len(expected), dtype=torch.int64)
+    compiled(weights_policies, torch.tensor(list(expected), dtype=torch.int32), policies)
+    assert policies.tolist() == list(expected.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "reduction", "in_order", "scattered"),
+    [  # GEMM 2 of ling_flash at T = 256, 2048 and 4096; of jamba_large at 512
+        (2048, 4096, 1024, "EVICT_LAST", "EVICT_FIRST"),
+        (16384, 4096, 1024, "EVICT_LAST", "EVICT_LAST"),
+        (32768, 4096, 1024, "EVICT_NORMAL", "EVICT_NORMAL"),
+        (1024, 8192, 24576, "EVICT_LAST", "EVICT_LAST"),
+    ],
+)
+def test_what_is_stored_stays_where_it_is_read_again(
+    rows: int, hidden: int, reduction: int, in_order: str, scattered: str, compiled: Callable[..., Any]
+) -> None:
+    out, row_index = torch.empty(rows, hidden, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int32)
+    policies = torch.zeros(2, dtype=torch.int64)
+    compiled(output_policy, out, row_index, policies, reduction)
+    assert policies.tolist() == [getattr(l2_policy, in_order), getattr(l2_policy, scattered)]

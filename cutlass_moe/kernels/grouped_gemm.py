@@ -17,8 +17,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cutlass_moe.config import CONSUMERS, LONG_REDUCTION, MAX_EXPERTS, PRODUCER_WARPS, REDUCTION_TILE, GemmSpec
-from cutlass_moe.kernels import tile_scheduler, work_queue
-from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL
+from cutlass_moe.kernels import l2_policy, tile_scheduler, work_queue
 from cutlass_moe.kernels.row_loader import RowLoader
 from cutlass_moe.kernels.tile_store import FIRST_BARRIER, VECTOR, WARPGROUP, TileStore
 
@@ -28,9 +27,6 @@ WGMMA_K = 16
 ALIGNMENT = 1024  # of a swizzled shared-memory tile
 SCHEDULER_WARP = PRODUCER_WARPS - 1
 FIRST_TURN_BARRIER = FIRST_BARRIER + CONSUMERS  # named barriers, one for each consumer warpgroup
-# L2 policies, see `_weights_policy`; measured, up to a factor.
-KEPT_ROWS = (24, 192)  # of an expert, the least and the most with which its weights may go last
-SCATTERED_BYTES = 180 * 2**20  # of scattered rows, from which weights go last, too
 
 
 class GroupedGemm:
@@ -259,8 +255,7 @@ class GroupedGemm:
         self.expert_fills_gpu = feature_tiles >= grid // self.cluster
         self.scatters_much = Boolean(False)
         if cutlass.const_expr(row_index_M is not None):
-            rows, outputs = out_MN.shape
-            self.scatters_much = Int64(rows) * outputs * (out_MN.element_type.width // 8) >= SCATTERED_BYTES
+            self.scatters_much = l2_policy.bytes_of(out_MN) >= l2_policy.MUCH_BYTES
         self.reduction_tiles = cute.ceil_div(reduction, REDUCTION_TILE)
         tile_scheduler.fill_tables(
             offsets_E1,
@@ -385,18 +380,8 @@ class GroupedGemm:
 
     @cute.jit
     def _weights_policy(self, offsets_E1: cute.Tensor, expert: Int32, tokens: Int32) -> Int64:
-        """The weights of one token tile are a stream. It goes first where it would push out activations that are read
-        again later. Where one expert's weight tiles keep all clusters busy, its rows stay in L2 by being read, and the
-        stream is faster if it goes last; so it is beside many writes. The weights of several token tiles, which run
-        side by side, must stay until the last has read them."""
-        policy = Int64(EVICT_FIRST)
-        if self.expert_fills_gpu and tokens >= KEPT_ROWS[0] and tokens <= KEPT_ROWS[1]:
-            policy = Int64(EVICT_LAST)
-        if self.scatters_much:
-            policy = Int64(EVICT_LAST)
-        if offsets_E1[expert + 1] - offsets_E1[expert] > tokens:
-            policy = Int64(EVICT_NORMAL)
-        return policy
+        rows = offsets_E1[expert + 1] - offsets_E1[expert]
+        return l2_policy.of_weights(rows, tokens, self.expert_fills_gpu, self.scatters_much)
 
     @cute.jit
     def _load_weights(

@@ -8,17 +8,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warp as warp_copy
 
-from cutlass_moe.config import CONSUMERS, ELEMENT_BYTES, STORE_PAD_BYTES, GemmSpec, token_bytes
-from cutlass_moe.kernels.l2_policy import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL
+from cutlass_moe.config import CONSUMERS, STORE_PAD_BYTES, GemmSpec, token_bytes
+from cutlass_moe.kernels import l2_policy
 from epilogues import INPUT, DslOps
 from epilogues.base import as_tuple, stored_planes
 
 WARPGROUP = 128
 VECTOR_BYTES = 16  # of one store
 VECTOR = 8  # elements of bf16 or fp16 in it
-# L2 policies, see `_choose_policy`; measured, up to a factor.
-KEPT_BYTES = 2**28  # of an output, below which it is kept in L2
-INPUT_BYTES = 24 * 2**20  # of the rows that are multiplied, from which scattered outputs are kept, too
 FIRST_BARRIER = 1  # named barriers, one for each consumer warpgroup; 0 is sync_threads
 DTYPES = {"float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -95,7 +92,7 @@ class TileStore:
         self.row_index_M = row_index_M
         self.swap = swap
         self.outputs = cute.size(out_MN, mode=[1])
-        self.policy = self._choose_policy(out_MN, reduction)
+        self.policy = l2_policy.of_output(out_MN, row_index_M, reduction)
         sides = dict(enumerate(zip(epilogue.side_outputs, arguments[scalars_end:], strict=True), start=1))
         self.targets = [
             out_MN if plane.output == 0 else sides[plane.output][1][None, plane.index, None] for plane in self.planes
@@ -116,20 +113,6 @@ class TileStore:
             )
             for name, tensor in self.full_tensors.items()
         }
-
-    @cute.jit
-    def _choose_policy(self, out_MN: cute.Tensor, reduction: Int32) -> Int64:
-        """The next kernel reads what is stored, and the stream of weights must not push it out of L2; but a large
-        output only pushes out the operands of the tiles that run side by side. Scattered rows are read by combine,
-        which streams no weights: they may go first, but where the GEMM's own rows fill L2."""
-        rows, outputs = out_MN.shape
-        policy = Int64(EVICT_LAST)
-        if cutlass.const_expr(self.row_index_M is not None):
-            if Int64(cute.size(self.row_index_M)) * reduction * ELEMENT_BYTES < INPUT_BYTES:
-                policy = Int64(EVICT_FIRST)
-        if Int64(rows) * outputs * (out_MN.element_type.width // 8) >= KEPT_BYTES:
-            policy = Int64(EVICT_NORMAL)
-        return policy
 
     def _pitch(self, dtype: Any) -> int:
         """Elements from one token to the next in shared memory."""
