@@ -11,8 +11,7 @@ from cutlass import Float32, Int64, cute
 
 from cutlass_moe.kernels.l2_policy import EVICT_FIRST
 
-VECTOR = 8  # elements of one access
-VECTOR_BITS = 128
+VECTOR = 8  # elements of one 16-byte access
 THREADS = 256
 
 
@@ -25,13 +24,14 @@ def combine_kernel(y_MH: cute.Tensor, slot_row_TK: cute.Tensor, out_TH: cute.Ten
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if column * VECTOR < cute.size(out_TH, mode=[1]):
-        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), y_MH.element_type, num_bits_per_copy=VECTOR_BITS)
+        dtype = y_MH.element_type
+        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=VECTOR * dtype.width)
         total = cute.make_rmem_tensor(cute.make_layout((1, VECTOR)), Float32)
         total.fill(0.0)
         for k in cutlass.range(top_k, unroll=8):
             # The load does not wait for the slot's state; a dropped slot's row was never written and may hold NaN, so
             # it is left out, not multiplied by zero.
-            row = cute.make_rmem_tensor((1, VECTOR), y_MH.element_type)
+            row = cute.make_rmem_tensor((1, VECTOR), dtype)
             source = cute.local_tile(y_MH, (1, VECTOR), (Int64(token) * top_k + k, column))
             # Nobody reads it again: what is still to be read shall stay in L2 instead.
             cute.copy(atom, source[0, None], row[0, None], cache_policy=Int64(EVICT_FIRST))
