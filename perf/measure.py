@@ -31,7 +31,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything timed at one token count."""
+    """Everything timed at one token count; `pair` has "ours" and "dense" in turns with nothing between them."""
 
     work: Work
     experts_hit: int
@@ -44,6 +44,7 @@ class Measurement:
     host_us: float
     dense: Spread
     dense_cool: Spread
+    pair: Mapping[str, Spread]
     hot_state: dict[str, float]
     cool_state: dict[str, float]
     steps: dict[str, StepResult]
@@ -137,6 +138,7 @@ def measure(
     queued = {f"queued {name}": timer.queued for name, timer in contenders.eager.items()}
     hot = time_in_turns({**contenders.hot, **idle, **queued}, options.turns)
     hot_state = monitor.over(began)
+    pair = time_in_turns({name: contenders.hot[name] for name in ("ours", "dense")}, options.pair_turns)
     began = time.monotonic()
     cool = time_in_turns(contenders.cool, options.cool_turns)
     cool_state = monitor.over(began)
@@ -164,6 +166,7 @@ def measure(
         host_us=contenders.eager["ours"].host_us,
         dense=hot["dense"],
         dense_cool=cool["dense"],
+        pair=pair,
         hot_state=hot_state,
         cool_state=cool_state,
         steps=_step_results(workload, tokens, experts_hit, {name: hot[f"step {name}"] for name in steps.calls}),

@@ -27,7 +27,8 @@ class Options:
         grid: of the headline workloads: "headline", "decode" or "all".
         tokens: None means every case.
         routing: None means each workload's own.
-        turns, cool_turns: repeats of hot and of cool timing, of all contenders together.
+        turns, cool_turns: repeats of hot and of cool timing, of all contenders together. pair_turns: of ours and dense
+            cuBLAS with nothing between them.
         tune_peers: whether peers may tune themselves first.
         peer_limit_s: how long a peer's preparation, its first call on new inputs, and its turns may each take.
     """
@@ -40,6 +41,7 @@ class Options:
     peers: tuple[str, ...] = (BASELINE_PEER,)
     rounds: int = results.RECORD_ROUNDS
     turns: Turns = field(default_factory=Turns)
+    pair_turns: Turns = field(default_factory=lambda: Turns(budget_s=4.0))
     cool_turns: Turns = field(default_factory=lambda: Turns(least=5, most=10, budget_s=1.0, warm_up=0))
     tune_peers: bool = False
     peer_limit_s: float = 120.0

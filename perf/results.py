@@ -73,6 +73,8 @@ class CaseResult:
         roof_ms, roof_ms_datasheet: the speed of light by the measured and by the datasheet's roofs.
         sol_score: with the measured roof and the torch layer as baseline.
         dense_ms, dense_cool_ms: cuBLAS on two dense GEMMs of the same total rows.
+        pair_ms, pair_dense_ms: ours and dense cuBLAS hot, in turns with nothing else between them. None in results
+            from before this was timed.
         match_ratio, relative_error: the worst over `check_rounds`; None where not checked.
         passed: the case passes its check, and graph replay gives bitwise what an eager call gives.
         gaps_ms: what the whole takes beyond the sum of its steps, where that is positive.
@@ -113,6 +115,8 @@ class CaseResult:
     gaps_ms: float
     peers: dict[str, PeerResult]
     queued_ms: float | None = None
+    pair_ms: float | None = None
+    pair_dense_ms: float | None = None
     stock_two_gemms_ms: float | None = None
     recorded_peers_ms: dict[str, float] = field(default_factory=dict)
     batch: int | None = None
@@ -134,6 +138,15 @@ class CaseResult:
     @property
     def gemms_over_stock(self) -> float | None:
         return self.gemms_ms / self.stock_two_gemms_ms if self.stock_two_gemms_ms else None
+
+    @property
+    def over_dense(self) -> float | None:
+        """Our time over dense cuBLAS's, hot, of the two in turns alone."""
+        return self.pair_ms / self.pair_dense_ms if self.pair_ms and self.pair_dense_ms else None
+
+    @property
+    def over_dense_cool(self) -> float:
+        return self.cool_ms / self.dense_cool_ms
 
     def over_ours(self, peer: PeerResult) -> float | None:
         """A peer's time over ours; over our eager call where the peer was timed eagerly too."""

@@ -112,7 +112,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         peer_limit_s=arguments.peer_limit or (TUNING_LIMIT_S if arguments.tune_peers else Options.peer_limit_s),
     )
     if arguments.quick:
-        return replace(options, turns=QUICK_TURNS, cool_turns=QUICK_COOL_TURNS)
+        return replace(options, turns=QUICK_TURNS, pair_turns=QUICK_TURNS, cool_turns=QUICK_COOL_TURNS)
     return options
 
 

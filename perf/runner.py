@@ -163,6 +163,8 @@ def make_case(workload: Workload, case: Case, verdict: Verdict, measurement: Mea
         sol_score=sol_score(ours.ms, roof_ms, baseline.ms) if baseline and baseline.ms else None,
         dense_ms=measurement.dense.ms,
         dense_cool_ms=measurement.dense_cool.ms,
+        pair_ms=measurement.pair["ours"].ms,
+        pair_dense_ms=measurement.pair["dense"].ms,
         match_ratio=verdict.match_ratios.get(case.atol) if case.atol is not None else None,
         relative_error=results.finite(verdict.relative_error) if checked else None,
         check_rounds=verdict.rounds,

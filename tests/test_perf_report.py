@@ -245,6 +245,15 @@ class TestPages:
             assert part in text, part
         assert "{{" not in text and "None" not in text and "Moved" not in text
 
+    def test_ours_over_dense(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        paired = a_case(512, dense_ms=2.0, dense_cool_ms=4.0, pair_ms=5.1, pair_dense_ms=5.2)
+        results.save(a_result(paired, a_case(1024)), tmp_path / "headline.json")
+        assert main(["report", str(tmp_path / "headline.json")]) == 0
+        text = (tmp_path / "report.md").read_text()
+        assert "| 5.100, 5.200 | 0.981, 1.188 |" in text and "| -, - | -, 2.639 |" in text
+        assert "<td>5.100</td><td>5.200</td><td>0.981</td><td>1.188</td>" in (tmp_path / "report.html").read_text()
+
     def test_markdown_tables_are_regular(self, stored: Path) -> None:
         text = (stored / "report.md").read_text()
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):

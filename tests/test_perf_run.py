@@ -23,7 +23,7 @@ from perf.peers.base import Prepared
 from perf.peers.torch_layers import CublasLoop, TorchGroupedMm
 from perf.results import RunResult
 from perf.roofline import Roofs
-from perf.timing import Captured
+from perf.timing import Captured, Spread, Turns, time_in_turns
 from perf.workloads import Inputs, Workload
 
 CPU = torch.device("cpu")
@@ -89,6 +89,7 @@ class TestRun:
         ]
         case = result.cases[1]
         assert case.ms == case.cool_ms == case.eager_ms == case.dense_ms == case.dense_cool_ms == 2.0
+        assert case.pair_ms == case.pair_dense_ms == 2.0 and case.over_dense == case.over_dense_cool == 1.0
         assert case.host_us == pytest.approx(40) and case.rows_max >= 2
         assert list(case.steps) == ["route", "permute", "gemm1", "gemm2", "combine"]
         assert {step.ms for step in case.steps.values()} == {2.0} and case.gaps_ms == 0.0
@@ -100,6 +101,19 @@ class TestRun:
         assert case.sol_score == pytest.approx(0.5) and case.recorded_peers_ms == {"other": 1.5}
         saved = results.load(tmp_path / "shapes.json")
         assert saved.cases == result.cases and saved.complete and saved.not_for_the_record and saved.seconds
+
+    def test_ours_and_dense_alone_are_the_pair(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[list[str]] = []
+
+        def in_turns(timers: dict[str, Callable[[], float]], turns: Turns) -> dict[str, Spread]:
+            calls.append(list(timers))
+            return time_in_turns(timers, turns)
+
+        monkeypatch.setattr(measure, "time_in_turns", in_turns)
+        self.run(tmp_path, tokens=(3,), peers=("torch_grouped_mm",), pair_turns=Turns(least=3, most=3))
+        mixed, pair, cool = calls
+        assert {"ours", "dense", "torch_grouped_mm", "idle ours"} < set(mixed)
+        assert pair == ["ours", "dense"] and cool == ["ours", "dense", "torch_grouped_mm"]
 
     def test_a_layer_that_gathers_has_no_permute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         permutes = self.run(tmp_path).cases[0]
